@@ -1,0 +1,193 @@
+"""The plan of one transition: for every coarse parameter its fine children and the map of each dim. No torch.
+
+A parameter's map is the product of its dims' maps, times what the depth policy says about the ``layer`` axis.
+The plan is the same whatever the layout; ``apply`` runs it on whole tensors, ``sharding.transfer`` on fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_vcycle.config import DepthPolicy, EmbeddingPolicy
+from ds_vcycle.levels import Level, ModelShape
+from ds_vcycle.operators.maps import AxisMap, PlanError, axis_map
+from ds_vcycle.schema import Dim, Parameter, Role, parameters
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DimMap:
+    """One dim: ``parent[fine row] = coarse row``; ``sizes[coarse row]`` fine rows share it. Pad rows are left out."""
+
+    role: Role
+    parent: Index
+    sizes: Index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Child:
+    """A fine parameter and how it reads its coarse parent along the ``layer`` axis when de-coalescing.
+
+    ``up_divisor``: 1, or the layer group's size. ``up_zero``: it gets zero instead (policy ``first``).
+    ``moment_zero``: its first moment starts at zero (the later layers of a group under ``first``).
+    """
+
+    parameter: Parameter
+    up_divisor: int
+    up_zero: bool
+    moment_zero: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterMap:
+    """One coarse parameter, its children in layer order, and the map of each dim.
+
+    ``down_divisor``: the layer group's size where coalescing takes the mean along ``layer``, else 1.
+    ``moment_divisor``: the ``layer`` part of k in m/k, v/k^2 when Adam's moments are mapped up.
+    """
+
+    coarse: Parameter
+    children: tuple[Child, ...]
+    dims: tuple[DimMap, ...]
+    down_divisor: int
+    moment_divisor: int
+
+    def divisors(self, role: Role) -> tuple[Index, ...]:
+        """Per dim an integer for each coarse index: the group size where the dim has ``role``, else one."""
+        return tuple(dim.sizes if dim.role == role else np.ones_like(dim.sizes) for dim in self.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransitionPlan:
+    """How the parameters of two adjacent levels map onto each other."""
+
+    fine: Level
+    coarse: Level
+    axes: Mapping[str, AxisMap]
+    maps: tuple[ParameterMap, ...]
+    lossless: bool
+    notes: tuple[str, ...]
+
+    @cached_property
+    def by_coarse_name(self) -> dict[str, ParameterMap]:
+        """The maps by the coarse parameter's name."""
+        return {item.coarse.name: item for item in self.maps}
+
+
+def plan_transition(
+    fine: Level, coarse: Level, *, embedding: EmbeddingPolicy = "lossless", depth_residual: DepthPolicy = "first"
+) -> TransitionPlan:
+    """Plan the transition between two adjacent levels (both directions use the same plan).
+
+    Raises:
+        PlanError: shapes that cannot be mapped, a grouping that is no partition, or a policy refused for the model.
+    """
+    _check_shapes(fine.shape, coarse.shape)
+    axes = _axis_maps(fine, coarse)
+    if embedding == "reference" and not fine.shape.tied_embeddings and not axes["hidden"].is_identity:
+        raise PlanError(
+            "operators.embedding=reference with model.tied_embeddings=false on a pre-LN model: nothing would undo the "
+            "scaling of the embeddings; use operators.embedding=lossless"
+        )
+    fine_by_template: dict[str, list[Parameter]] = {}
+    for parameter in parameters(fine.shape, embedding):
+        fine_by_template.setdefault(parameter.template, []).append(parameter)
+    layer_groups = axes["layer"].groups
+    maps = []
+    for target in parameters(coarse.shape, embedding):
+        members = layer_groups[target.layer] if target.layer is not None else (0,)
+        children = [fine_by_template[target.template][member] for member in members]
+        maps.append(_parameter_map(target, children, axes, depth_residual))
+    mapped = sum(len(item.children) for item in maps)
+    assert mapped == sum(map(len, fine_by_template.values())), "a fine parameter has no coarse parent"
+    lossless, notes = _judge(axes, embedding, depth_residual)
+    return TransitionPlan(fine=fine, coarse=coarse, axes=axes, maps=tuple(maps), lossless=lossless, notes=notes)
+
+
+def _check_shapes(fine: ModelShape, coarse: ModelShape) -> None:
+    mapped = {"layers", "hidden", "heads", "kv_groups", "ffn"}
+    for key in ModelShape.__dataclass_fields__:
+        a, b = getattr(fine, key), getattr(coarse, key)
+        if key not in mapped and a != b:
+            raise PlanError(f"{key} differs between the levels ({a} and {b}); it must be the same at every level")
+        if key in mapped and b > a:
+            raise PlanError(
+                f"{key}={b} of the coarse level exceeds the fine level's {a}; make the coarse level smaller"
+            )
+    if fine.heads_per_group != coarse.heads_per_group:
+        raise PlanError(
+            f"query heads per KV group differ between the levels ({fine.heads_per_group}, {coarse.heads_per_group}); "
+            f"whole KV groups are mapped, so change heads and kv_groups together"
+        )
+
+
+def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
+    groupings, tp = coarse.groupings, fine.tensor_parallel
+    a, b = fine.shape, coarse.shape
+    return {
+        "layer": axis_map("layer", fine=a.layers, coarse=b.layers, grouping=groupings.layer),
+        "hidden": axis_map("hidden", fine=a.hidden, coarse=b.hidden, grouping=groupings.hidden),
+        "head": axis_map("head", fine=a.kv_groups, coarse=b.kv_groups, grouping=groupings.head, chunks=tp),
+        "ffn": axis_map("ffn", fine=a.ffn, coarse=b.ffn, grouping=groupings.ffn, chunks=tp),
+    }
+
+
+def _parameter_map(
+    target: Parameter, children: list[Parameter], axes: Mapping[str, AxisMap], policy: DepthPolicy
+) -> ParameterMap:
+    dims = tuple(_dim_map(a, b, axes) for a, b in zip(children[0].dims, target.dims, strict=True))
+    members = len(children)
+    consumes_layer = target.residual_writer and policy != "copy"
+    down = 1 if consumes_layer else members
+    up = members if consumes_layer and policy == "split" else 1
+    zeroed = consumes_layer and policy == "first"
+    return ParameterMap(
+        coarse=target,
+        children=tuple(
+            Child(
+                parameter=child,
+                up_divisor=up,
+                up_zero=zeroed and position > 0,
+                moment_zero=policy == "first" and position > 0,
+            )
+            for position, child in enumerate(children)
+        ),
+        dims=dims,
+        down_divisor=down,
+        moment_divisor=1 if policy == "first" else down,
+    )
+
+
+def _dim_map(fine: Dim, coarse: Dim, axes: Mapping[str, AxisMap]) -> DimMap:
+    """Rows (part, index, offset) -> (part, parent[index], offset)."""
+    assert (fine.parts, fine.block, fine.role) == (coarse.parts, coarse.block, coarse.role)
+    if fine.axis not in axes:
+        assert fine.length == coarse.length
+        return DimMap(role=fine.role, parent=np.arange(fine.real), sizes=np.ones(fine.real, dtype=np.int64))
+    axis = axes[fine.axis]
+    part, index, offset = np.ix_(np.arange(fine.parts), np.asarray(axis.parent, dtype=np.int64), np.arange(fine.block))
+    parent = ((part * coarse.length + index) * fine.block + offset).reshape(-1)
+    sizes = np.tile(np.repeat(np.asarray(axis.sizes, dtype=np.int64), fine.block), fine.parts)
+    return DimMap(role=fine.role, parent=parent, sizes=sizes)
+
+
+def _judge(
+    axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: DepthPolicy
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether de-coalescing keeps the coarse model's function, and if not, why."""
+    notes = []
+    if not axes["hidden"].is_identity and embedding == "reference":
+        notes.append("embedding=reference changes the logits of a pre-LN model; lossless keeps them")
+    if len(set(axes["hidden"].sizes)) > 1:
+        notes.append("unequal hidden groups change the norms' mean and variance")
+    if not axes["layer"].is_identity and policy == "copy":
+        notes.append("depth_residual=copy adds each copied layer's output again; first keeps the function")
+    if not axes["layer"].is_identity and policy == "split":
+        notes.append("depth_residual=split keeps the function to first order only; first keeps it")
+    return not notes, tuple(notes)

@@ -1,0 +1,224 @@
+import copy
+import json
+
+import pytest
+
+from ds_vcycle.config import ConfigError, RunConfig, parse_config
+from ds_vcycle.cycle.schedule import (
+    Coalesce,
+    Phase,
+    Refine,
+    Train,
+    expand,
+    first_difference,
+    from_records,
+    to_records,
+    warnings_for,
+)
+from ds_vcycle.train.lr import LrSchedule, learning_rate
+
+BASE = {
+    "model": {"architecture": "gpt", "layers": 8, "hidden": 64, "heads": 8, "sequence_length": 16, "vocab_size": 100},
+    "training": {"global_batch": 8, "micro_batch": 4},
+    "data": {"path": "data/x"},
+    "lr": {"peak": 1e-3, "minimum": 1e-5, "warmup_steps": 2, "schedule": "linear"},
+}
+V = {"kind": "V", "initial": {"steps": 10}, "coarse": {"steps": 50}, "final": {"steps": 30}}
+
+
+def config(cycle: dict[str, object], **sections: object) -> RunConfig:
+    return parse_config({**copy.deepcopy(BASE), "cycle": cycle, **sections})
+
+
+def words(phases: tuple[Phase, ...]) -> list[str]:
+    return [f"{phase} x {phase.steps}" if isinstance(phase, Train) else str(phase) for phase in phases]
+
+
+def test_flat_is_one_phase_with_the_runs_learning_rate():
+    lr = LrSchedule(peak=1e-3, minimum=1e-5, warmup_steps=2, kind="linear", steps=100)
+    assert expand(config({"kind": "flat", "flat": {"steps": 100}})) == (Train(index=0, level=1, steps=100, lr=lr),)
+
+
+def test_v_with_two_levels():
+    assert words(expand(config(V))) == [
+        "train level 1 x 10",
+        "coalesce level 1 -> 2",
+        "train level 2 x 50",
+        "refine level 2 -> 1",
+        "train level 1 x 30",
+    ]
+
+
+def test_v_with_three_levels_trains_the_middle_one_on_the_way_down_and_up():
+    phases = expand(config({**V, "levels": 3}))
+    assert words(phases) == [
+        "train level 1 x 10",
+        "coalesce level 1 -> 2",
+        "train level 2 x 10",
+        "coalesce level 2 -> 3",
+        "train level 3 x 50",
+        "refine level 3 -> 2",
+        "train level 2 x 50",
+        "refine level 2 -> 1",
+        "train level 1 x 30",
+    ]
+    assert [phase.index for phase in phases] == list(range(9))
+
+
+def test_phases_without_steps_are_left_out_and_the_rest_is_counted_on():
+    phases = expand(config({**V, "initial": {"steps": 0}, "final": {"steps": 0}}))
+    assert words(phases) == ["coalesce level 1 -> 2", "train level 2 x 50", "refine level 2 -> 1"]
+    assert [phase.index for phase in phases] == [0, 1, 2]
+
+
+def test_steps_of_a_level_override_its_coarse_and_final_phases_only():
+    phases = expand(config({**V, "levels": 3}, levels=[{"steps": 31}, {"steps": 52}, {"steps": 53}]))
+    trained = [(phase.level, phase.steps) for phase in phases if isinstance(phase, Train)]
+    assert trained == [(1, 10), (2, 10), (3, 53), (2, 52), (1, 31)]
+
+
+def test_learning_rate_comes_from_the_phase_then_the_level_then_the_run():
+    cycle = {**V, "final": {"steps": 30, "lr": 7e-4, "warmup_steps": 5, "schedule": "cosine", "minimum_lr": 0.0}}
+    phases = expand(config(cycle, levels=[{"lr": 9e-4}, {"lr": 4e-3}]))
+    initial, coarse, final = (phase.lr for phase in phases if isinstance(phase, Train))
+    assert initial == LrSchedule(peak=9e-4, minimum=1e-5, warmup_steps=2, kind="linear", steps=10)
+    assert coarse == LrSchedule(peak=4e-3, minimum=1e-5, warmup_steps=2, kind="linear", steps=50)
+    assert final == LrSchedule(peak=7e-4, minimum=0.0, warmup_steps=5, kind="cosine", steps=30)
+    assert learning_rate(final, 4) == 7e-4
+
+
+def test_blend_comes_from_the_operators():
+    refine = expand(config(V, operators={"alpha": 0.5, "beta": 0.75}))[3]
+    assert refine == Refine(index=3, fine=1, coarse=2, alpha=0.5, beta=0.75)
+
+
+def test_until_loss_is_handed_on():
+    phases = expand(config({**V, "final": {"steps": 30, "until_loss": 4.2}}))
+    assert [phase.until_loss for phase in phases if isinstance(phase, Train)] == [None, None, 4.2]
+
+
+W = [
+    {"train": 1, "steps": 5},
+    {"coalesce": 1},
+    {"coalesce": 2},
+    {"train": 3, "steps": 9, "lr": 2e-3},
+    {"refine": 2, "beta": 1.0},
+    {"coalesce": 2},
+    {"train": 3, "steps": 8},
+    {"refine": 2},
+    {"refine": 1, "alpha": 0.25},
+    {"train": 1, "steps": 7, "until_loss": 3.0},
+]
+
+
+def test_an_explicit_list_may_visit_a_level_again():
+    phases = expand(config({"kind": "phases", "phases": W}))
+    assert words(phases) == [
+        "train level 1 x 5",
+        "coalesce level 1 -> 2",
+        "coalesce level 2 -> 3",
+        "train level 3 x 9",
+        "refine level 3 -> 2",
+        "coalesce level 2 -> 3",
+        "train level 3 x 8",
+        "refine level 3 -> 2",
+        "refine level 2 -> 1",
+        "train level 1 x 7",
+    ]
+    assert phases[4] == Refine(index=4, fine=2, coarse=3, alpha=1.0, beta=1.0)
+    assert phases[8] == Refine(index=8, fine=1, coarse=2, alpha=0.25, beta=0.25)
+    assert phases[1] == Coalesce(index=1, fine=1, coarse=2)
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([{"train": 2, "steps": 5}], r"cycle.phases.0.train=2: .* level 1 there \(a cycle starts at level 1\)"),
+        ([{"train": 1, "steps": 5}, {"coalesce": 1}, {"train": 1, "steps": 5}], r"phases.2.train=1: .* at level 2"),
+        ([{"coalesce": 1}, {"coalesce": 1}], r"phases.1.coalesce=1: the cycle is at level 2 there; set coalesce: 2"),
+        ([{"train": 1, "steps": 5}, {"refine": 1}], r"phases.1.refine=1: .* no level is parked; coalesce before"),
+        ([{"coalesce": 1}, {"coalesce": 2}, {"refine": 1}], r"phases.2.refine=1: .*can refine only level 2, which is"),
+        ([{"coalesce": 1}, {"refine": 1}], r"trains no step at all"),
+    ],
+)
+def test_an_explicit_list_cannot_jump(phases, message):
+    with pytest.raises(ConfigError, match=message):
+        expand(config({"kind": "phases", "phases": phases}))
+
+
+@pytest.mark.parametrize(
+    ("cycle", "key"),
+    [
+        ({"kind": "flat"}, "cycle.flat.steps is missing"),
+        ({"kind": "V", "coarse": {"steps": 5}, "final": {"steps": 5}}, "cycle.initial.steps is missing"),
+        ({"kind": "V", "initial": {"steps": 5}, "final": {"steps": 5}}, "set cycle.coarse.steps or levels.1.steps"),
+        ({"kind": "V", "initial": {"steps": 5}, "coarse": {"steps": 5}}, "set cycle.final.steps or levels.0.steps"),
+    ],
+)
+def test_missing_steps_are_named(cycle, key):
+    with pytest.raises(ConfigError, match=key):
+        expand(config(cycle))
+
+
+def test_settings_that_an_explicit_list_would_ignore_are_refused():
+    phases = [{"train": 1, "steps": 5}]
+    with pytest.raises(ConfigError, match=r"remove cycle\.coarse"):
+        expand(config({"kind": "phases", "phases": phases, "coarse": {"steps": 5}}))
+    with pytest.raises(ConfigError, match=r"levels\.0\.steps=3"):
+        expand(config({"kind": "phases", "phases": phases}, levels=[{"steps": 3}]))
+
+
+def test_a_learning_rate_that_contradicts_itself_is_refused():
+    with pytest.raises(ConfigError, match=r"cycle.initial \(level 1\): warmup_steps=11 exceeds its 10 steps"):
+        expand(config({**V, "initial": {"steps": 10, "warmup_steps": 11}}))
+    with pytest.raises(ConfigError, match=r"cycle.final \(level 1\): the minimum learning rate 1e-05 exceeds the peak"):
+        expand(config({**V, "final": {"steps": 10, "lr": 1e-6}}))
+
+
+def test_the_list_survives_json():
+    phases = expand(config({"kind": "phases", "phases": W}))
+    assert from_records(json.loads(json.dumps(to_records(phases)))) == phases
+
+
+def test_a_record_that_is_no_phase_is_refused():
+    records = to_records(expand(config(V)))
+    records[1]["kind"] = "shrink"
+    with pytest.raises(ConfigError, match="phase 1 of the recorded list is not a phase"):
+        from_records(records)
+    del records[1]
+    del records[2]["beta"]
+    with pytest.raises(ConfigError, match="phase 2 of the recorded list"):
+        from_records(records)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "operators", "difference"),
+    [
+        (V, {}, None),
+        ({**V, "coarse": {"steps": 60}}, {}, "phase 2 (train level 2): steps is 50 in the run and 60 in the config"),
+        (
+            {**V, "coarse": {"steps": 50, "lr": 2e-3}},
+            {},
+            "phase 2 (train level 2): lr.peak is 0.001 in the run and 0.0",
+        ),
+        (V, {"beta": 1.0}, "phase 3 (refine level 2 -> 1): beta is 0.25 in the run and 1.0 in the configuration"),
+        (
+            {**V, "initial": {"steps": 0}},
+            {},
+            "phase 0 is 'train level 1' in the run and 'coalesce level 1 -> 2' in the",
+        ),
+        ({**V, "final": {"steps": 0}}, {}, "phase 4 ('train level 1') is only in the run"),
+    ],
+)
+def test_first_difference_in_words(cycle, operators, difference):
+    found = first_difference(expand(config(V)), expand(config(cycle, operators=operators)))
+    assert (found is None) == (difference is None)
+    assert (found or "").startswith(difference or "")
+
+
+def test_warnings():
+    assert warnings_for(config(V)) == ()
+    assert "nothing breaks the symmetry of the copies" in warnings_for(config(V, operators={"beta": 0.0}))[0]
+    assert "nothing that level 2 learned reaches level 1" in warnings_for(config(V, operators={"alpha": 0.0}))[0]
+    down = [{"coalesce": 1}, {"train": 2, "steps": 5}]
+    assert "ends at level 2" in warnings_for(config({"kind": "phases", "phases": down}))[0]

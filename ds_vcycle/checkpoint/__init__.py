@@ -1,0 +1,1 @@
+"""Checkpoints: the shard store that ds-vcycle saves to and resumes from."""

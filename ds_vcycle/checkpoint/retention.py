@@ -1,0 +1,218 @@
+"""Which checkpoints a directory holds: ``latest``, what a killed save left behind, what may be removed.
+
+Inside RUN/checkpoints, names that begin with a dot are under way or on their way out: ``.tmp-`` a save not committed,
+``.trash-`` a removal not finished, ``.replaced-NAME`` the old NAME while a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from ds_vcycle.faults import fault_point
+
+LATEST = "latest"
+_STEP = "step-"
+
+
+def set_latest(root: Path, name: str) -> None:
+    """Make ``latest`` in ``root`` (RUN/checkpoints) name a committed checkpoint. Call on one rank.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or the file cannot be written; the old ``latest`` stays.
+    """
+    if not (root / name / MANIFEST).is_file():
+        raise CheckpointError(f"{root / name} is no checkpoint; 'latest' is left as it was")
+    temporary = root / ".tmp-latest"
+    try:
+        with temporary.open("w") as file:
+            file.write(name + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(root / LATEST)
+        sync_directory(root)
+    except OSError as error:
+        raise CheckpointError(
+            f"{root / LATEST} cannot be written ({error.strerror}); free space or mend permissions"
+        ) from error
+    fault_point("save.latest")
+
+
+def find_latest(root: Path) -> Path | None:
+    """The checkpoint in ``root`` (RUN/checkpoints) to resume from, or None.
+
+    It is the one ``latest`` names; without that, the newest step-... with all of its files. A damaged checkpoint that
+    ``latest`` names is still returned: opening it says what is wrong, rather than silently going back in time.
+    """
+    try:
+        name = (root / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        name = ""
+    if name and Path(name).name == name and settled(root / name).is_dir():
+        return settled(root / name)
+    paths = [settled(root / name) for name in _names(root) if name.startswith(_STEP)]
+    complete = [(manifest.created, path) for path in paths if (manifest := _complete(path))]
+    return max(complete)[1] if complete else None
+
+
+def settled(directory: Path) -> Path:
+    """Where a checkpoint lies: ``directory``, or beside it when a save was killed while replacing it."""
+    replaced = _replaced(directory)
+    return replaced if replaced.is_dir() and not directory.exists() else directory
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare the files beside a manifest with it.
+
+    Raises:
+        CheckpointError: one is missing, has another size, or is not of this checkpoint.
+    """
+    for file in manifest.files:
+        path = directory / file.name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; restore the file or use another checkpoint")
+        if path.stat().st_size != file.bytes:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, the manifest says {file.bytes}: the file is truncated or not "
+                "of this checkpoint; restore the file or use another checkpoint"
+            )
+    known = {file.name for file in manifest.files}
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name not in known:
+            raise CheckpointError(f"{path} is not of this checkpoint (the manifest does not list it); move it away")
+
+
+def publish(staging: Path, directory: Path) -> None:
+    """Give a complete temporary directory its final name; an older checkpoint of that name goes only afterwards."""
+    replaced = _replaced(directory)
+    if directory.exists():
+        directory.rename(replaced)
+        fault_point("save.replacing")
+    try:
+        staging.rename(directory)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(directory)
+        raise
+    sync_directory(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clean(root: Path) -> None:
+    """Remove what killed saves and removals left in ``root``. Only when no other save is under way."""
+    for path in root.glob(".replaced-*"):
+        directory = root / path.name.removeprefix(".replaced-")
+        if directory.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(directory)
+    for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def prune(root: Path, keep_last: int, keep: Set[str] = frozenset()) -> list[str]:
+    """Remove old checkpoints from ``root`` (RUN/checkpoints), one rename each before anything is deleted.
+
+    Kept: the ``keep_last`` newest step-..., those in ``keep``, the one ``latest`` names, every other that a kept one
+    references, whatever is newer than the one ``latest`` names, and whatever cannot be read (with all that is not
+    step-..., as its references are unknown). Call on one rank, between saves.
+
+    Returns:
+        The names removed.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    if keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last} would remove every checkpoint; set it to 1 or more")
+    try:
+        clean(root)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be cleaned ({error}); mend its permissions") from error
+    latest = find_latest(root)
+    if latest is None:
+        return []
+    manifests = {name: _manifest(root / name) for name in _names(root)}
+    kept = _kept(manifests, latest.name, keep_last) | keep
+    kept |= _referenced(manifests, kept)
+    removed = sorted(set(manifests) - kept)
+    for name in removed:
+        _remove(root, name)
+    return removed
+
+
+def _kept(manifests: Mapping[str, Manifest | None], latest: str, keep_last: int) -> set[str]:
+    readable = {name: (manifest.created, name) for name, manifest in manifests.items() if manifest}
+    unreadable = set(manifests) - set(readable)
+    steps = sorted((age for name, age in readable.items() if name.startswith(_STEP)), reverse=True)
+    kept = {latest, *unreadable, *(name for _, name in steps[:keep_last])}
+    kept |= {name for name, age in readable.items() if latest not in readable or age > readable[latest]}
+    if unreadable:
+        kept |= {name for name in manifests if not name.startswith(_STEP)}
+    return kept
+
+
+def _referenced(manifests: Mapping[str, Manifest | None], names: Set[str]) -> set[str]:
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        manifest = manifests.get(pending.pop())
+        new = set(manifest.references if manifest else ()) - found
+        found |= new
+        pending += new
+    return found
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(root: Path, name: str) -> None:
+    trash = root / f".trash-{name}"
+    try:
+        (root / name).rename(trash)
+        fault_point("prune.renamed")
+        shutil.rmtree(trash)
+    except OSError as error:
+        raise CheckpointError(
+            f"{root / name} cannot be removed ({error.strerror}); mend permissions or raise keep_last"
+        ) from error
+
+
+def _replaced(directory: Path) -> Path:
+    return directory.with_name(f".replaced-{directory.name}")
+
+
+def _names(root: Path) -> set[str]:
+    """Names of the checkpoints in ``root``, one that is being replaced included."""
+    found = {path.parent.name.removeprefix(".replaced-") for path in root.glob(f"*/{MANIFEST}")}
+    return {name for name in found if not name.startswith(".")}
+
+
+def _manifest(directory: Path) -> Manifest | None:
+    try:
+        return read_manifest(directory)
+    except CheckpointError:
+        return None
+
+
+def _complete(directory: Path) -> Manifest | None:
+    """The manifest, if every file is there with its size."""
+    manifest = _manifest(directory)
+    try:
+        if manifest:
+            check_files(directory, manifest)
+    except CheckpointError:
+        return None
+    return manifest

@@ -1,0 +1,244 @@
+"""The shard store: one file per rank, one manifest, committed by one rename; read by any number of ranks.
+
+A checkpoint is a directory ``RUN/checkpoints/NAME`` with ``rank-RRRRR.safetensors`` files and ``manifest.json``. It
+exists in whole or not at all: ranks write into a hidden sibling, and only when every file is on the disk does rank 0
+give it its name. The store knows fragments of parameters, not engines: nothing here depends on ZeRO stages.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ds_vcycle.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    FragmentEntry,
+    Manifest,
+    ShardFile,
+    StoredParameter,
+    StoredTensor,
+    check_coverage,
+    describe,
+    manifest_text,
+    merge_parameters,
+)
+from ds_vcycle.checkpoint.reader import Checkpoint, FlatRange, open_checkpoint
+from ds_vcycle.checkpoint.retention import clean, find_latest, prune, publish, set_latest, sync_directory
+from ds_vcycle.checkpoint.shards import write_shard
+from ds_vcycle.faults import fault_point
+from ds_vcycle.schema import Parameter
+
+__all__ = [
+    "Checkpoint", "CheckpointError", "FlatRange", "StoredFragment", "find_latest", "is_writer", "open_checkpoint",
+    "prune", "save", "set_latest",
+]  # fmt: skip
+
+KEYS = ("master", "exp_avg", "exp_avg_sq")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFragment:
+    """Elements [start, start + length) of the flat local tensor-parallel shard of one parameter, to be written.
+
+    ``tensors``: "master" and, if there are moments, "exp_avg" and "exp_avg_sq"; each 1-D fp32 [length], any device.
+    """
+
+    parameter: Parameter
+    tp: int
+    tp_rank: int
+    start: int
+    length: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    """What a rank tells rank 0 about the file it wrote; ``file`` is None if it had nothing to write."""
+
+    parameters: Mapping[str, StoredParameter]
+    file: ShardFile | None
+
+
+def is_writer(parameter: Parameter, *, tp_rank: int, dp_rank: int, zero_stage: int) -> bool:
+    """Whether this rank writes its fragments of a parameter, so that one replica of each is stored.
+
+    Tensor-parallel rank 0 writes what all tensor-parallel ranks hold; under ZeRO 0, data-parallel rank 0 writes.
+    """
+    return (parameter.tp_dim is not None or tp_rank == 0) and (zero_stage > 0 or dp_rank == 0)
+
+
+def save(
+    directory: Path,
+    *,
+    fragments: Iterable[StoredFragment],
+    extras: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    gather: Callable[[Any], list[Any]],
+    barrier: Callable[[], None],
+    references: Sequence[str] = (),
+) -> None:
+    """Write a checkpoint; every rank calls it. When it returns, the checkpoint is on the disk under its name.
+
+    An older checkpoint of the same name is replaced; it goes only after the new one is complete.
+
+    Args:
+        directory: RUN/checkpoints/NAME, on a file system that all ranks share.
+        fragments: those this rank is the writer of (:func:`is_writer`); pad rows are left out here.
+        extras: this rank's own further tensors (RNG states), of any dtype.
+        state: JSON; rank 0's is stored.
+        rank: of this process.
+        world_size: number of processes.
+        gather: every rank's picklable value in rank order, on every rank.
+        barrier: returns when every rank has called it.
+        references: names of sibling checkpoints this one needs (the parked fine level); rank 0's are stored.
+
+    Raises:
+        CheckpointError: on every rank, with the same text, if any rank failed. The temporary directory is removed, and
+            what was there before is untouched.
+    """
+    begun = _together(rank, gather, directory, lambda: _begin(directory) if rank == 0 else None)
+    staging, identity = next(answer for answer in begun if answer)
+    try:
+        fault_point("save.begin")
+        shards = _together(rank, gather, directory, lambda: _write(staging, identity, fragments, extras, rank))
+        fault_point("save.written")
+
+        def commit() -> None:
+            if rank == 0:
+                manifest = _manifest(shards, identity, world_size, references, state)
+                _prepare(staging, manifest)
+            fault_point("save.manifest")
+            if rank == 0:
+                publish(staging, directory)
+
+        _together(rank, gather, directory, commit)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    fault_point("save.committed")
+    barrier()
+
+
+def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, work: Callable[[], T]) -> list[T]:
+    """Do this rank's part; then all go on with every rank's value, or all raise the lowest failing rank's error."""
+    value, failure, cause = None, None, None
+    try:
+        value = work()
+    except OSError as error:
+        failure, cause = f"{error.filename or directory}: {error.strerror}; free space or mend the permissions", error
+    except Exception as error:  # whatever it is: a rank that stayed silent would leave the others waiting
+        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        cause = error
+    outcomes = gather((value, failure))
+    for failing, (_, text) in enumerate(outcomes):
+        if text is not None:
+            raise CheckpointError(
+                f"checkpoint {directory} was not saved: rank {failing}: {text} (earlier checkpoints are untouched)"
+            ) from cause
+    return [value for value, _ in outcomes]
+
+
+def _begin(directory: Path) -> tuple[Path, str]:
+    root = directory.parent
+    root.mkdir(parents=True, exist_ok=True)
+    clean(root)
+    identity = uuid.uuid4().hex
+    staging = root / f".tmp-{directory.name}-{identity[:8]}"
+    staging.mkdir()
+    return staging, identity
+
+
+def _write(
+    staging: Path, identity: str, fragments: Iterable[StoredFragment], extras: Mapping[str, torch.Tensor], rank: int
+) -> _Shard:
+    parameters: dict[str, StoredParameter] = {}
+    entries: list[FragmentEntry] = []
+    tensors = {f"extra/{name}": tensor for name, tensor in extras.items()}
+    for fragment in fragments:
+        stored = describe(fragment.parameter, fragment.tp)
+        parameters[stored.name] = stored
+        entry = _entry(fragment, stored)
+        if entry.length:
+            entries.append(entry)
+            tensors |= {entry.tensor_name(key): _kept(fragment, entry.length, key) for key in fragment.tensors}
+    if not tensors:
+        return _Shard(parameters=parameters, file=None)
+    path = staging / f"rank-{rank:05d}.safetensors"
+    written = write_shard(path, tensors, identity)
+    file = ShardFile(
+        name=path.name,
+        rank=rank,
+        bytes=path.stat().st_size,
+        fragments=tuple(replace(entry, tensors=_written(entry, written)) for entry in entries),
+        extras={name: written[f"extra/{name}"] for name in extras},
+    )
+    return _Shard(parameters=parameters, file=file)
+
+
+def _written(entry: FragmentEntry, written: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    names = {key: entry.tensor_name(key) for key in KEYS}
+    return {key: written[name] for key, name in names.items() if name in written}
+
+
+def _entry(fragment: StoredFragment, stored: StoredParameter) -> FragmentEntry:
+    """Where the fragment lies, its pad rows cut off (length 0: nothing but pad rows)."""
+    name, start, end = stored.name, fragment.start, fragment.start + fragment.length
+    assert 0 <= start <= end <= stored.local_numel, f"{name}: [{start}, {end}) of {stored.local_numel}"
+    assert "master" in fragment.tensors and set(fragment.tensors) <= set(KEYS), f"{name}: {list(fragment.tensors)}"
+    for key, tensor in fragment.tensors.items():
+        assert tensor.shape == (fragment.length,) and tensor.dtype == torch.float32, (
+            f"{name}: {key} is no fp32 [length]"
+        )
+    tp_rank = fragment.tp_rank if stored.tp > 1 else 0
+    length = max(min(end, stored.real_numel(tp_rank)) - start, 0)
+    return FragmentEntry(parameter=name, tp_rank=tp_rank, start=start, length=length, tensors={})
+
+
+def _kept(fragment: StoredFragment, length: int, key: str) -> torch.Tensor:
+    tensor = fragment.tensors[key]
+    assert not tensor[length:].any(), f"{fragment.parameter.name}: pad rows of {key} are not zero"
+    return tensor[:length]
+
+
+def _manifest(
+    shards: Sequence[_Shard], identity: str, world_size: int, references: Sequence[str], state: Mapping[str, Any]
+) -> Manifest:
+    manifest = Manifest(
+        identity=identity,
+        created=time.time(),
+        world_size=world_size,
+        references=tuple(references),
+        parameters=merge_parameters(shard.parameters for shard in shards),
+        files=tuple(shard.file for shard in shards if shard.file),
+        state=state,
+    )
+    check_coverage(manifest)
+    return manifest
+
+
+def _prepare(staging: Path, manifest: Manifest) -> None:
+    """Write the manifest; the directory is then complete and durable, but for its name."""
+    for file in manifest.files:
+        if not (staging / file.name).is_file():
+            raise CheckpointError(
+                f"{staging / file.name}, written by rank {file.rank}, is not visible on rank 0; the run directory must "
+                "lie on a file system that all nodes share"
+            )
+    with (staging / MANIFEST).open("x") as out:
+        out.write(manifest_text(manifest))
+        out.flush()
+        os.fsync(out.fileno())
+    sync_directory(staging)

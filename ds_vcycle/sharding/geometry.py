@@ -1,0 +1,199 @@
+"""Which coarse elements pass between which ranks in a transition: rectangles of row and column indices. No torch.
+
+A fragment is a flat range of a tensor-parallel slice, so it is at most three rectangles (a partial row, whole rows, a
+partial row). A parameter's map is a product of a row map and a column map, so the coarse elements that a rectangle
+touches are a rectangle again, and what two ranks exchange is an intersection of rectangles. Every rank computes the
+pieces it sends and the pieces it receives from the rule alone, in the same order, and asks nobody.
+
+An element held by several ranks (replicated over tensor-parallel ranks, or ZeRO stage 0) is read from the replica that
+the receiver itself belongs to, so nothing crosses that needs not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from ds_vcycle.operators.plan import Child, Index, ParameterMap, TransitionPlan
+from ds_vcycle.schema import Parameter, parameters
+from ds_vcycle.sharding.placement import Layout, Placement, rank_placements
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Block:
+    """A rectangle of a parameter that lies contiguously in a rank's fragment, from element ``offset`` of it.
+
+    ``rows`` and ``cols`` are global indices; pad rows are left out. A vector has the single column 0.
+    """
+
+    offset: int
+    rows: Index
+    cols: Index
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rectangle."""
+        return len(self.rows) * len(self.cols)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Touch:
+    """A rectangle of coarse elements (sorted ``rows`` x ``cols``) and the fine blocks of one rank that map onto it."""
+
+    rows: Index
+    cols: Index
+    members: list[tuple[Child, Block]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Coarse rows and columns."""
+        return len(self.rows), len(self.cols)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Piece:
+    """What one pair of ranks exchanges: coarse ``rows`` x ``cols`` of touch ``touch`` and coarse block ``block``."""
+
+    touch: int
+    block: int
+    rows: Index
+    cols: Index
+
+    @property
+    def numel(self) -> int:
+        """Coarse elements exchanged."""
+        return len(self.rows) * len(self.cols)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The exchange of one transition between two layouts over the same ranks."""
+
+    plan: TransitionPlan
+    fine: Layout
+    coarse: Layout
+
+    @cached_property
+    def _placements(self) -> dict[tuple[str, int], dict[str, Placement]]:
+        fine, coarse = parameters(self.plan.fine.shape), parameters(self.plan.coarse.shape)
+        held = {}
+        for rank in range(self.fine.world_size):
+            held["fine", rank] = {p.name: p for p in rank_placements(fine, self.fine, rank)}
+            held["coarse", rank] = {p.name: p for p in rank_placements(coarse, self.coarse, rank)}
+        return held
+
+    def fine_placements(self, rank: int) -> dict[str, Placement]:
+        """What a rank holds of the fine level, by parameter name."""
+        return self._placements["fine", rank]
+
+    def coarse_placements(self, rank: int) -> dict[str, Placement]:
+        """What a rank holds of the coarse level, by parameter name."""
+        return self._placements["coarse", rank]
+
+    def coarse_blocks(self, item: ParameterMap, rank: int) -> list[Block]:
+        """The rectangles of a coarse parameter that a rank holds."""
+        placement = self.coarse_placements(rank).get(item.coarse.name)
+        return blocks(item.coarse, placement, self.coarse.tp, self.coarse.coordinates(rank)[1])
+
+    def touches(self, item: ParameterMap, rank: int) -> list[Touch]:
+        """The coarse rectangles that a rank's fine fragments map onto; equal rectangles of several layers are one."""
+        found: dict[tuple[bytes, bytes], Touch] = {}
+        for child in item.children:
+            placement = self.fine_placements(rank).get(child.parameter.name)
+            for block in blocks(child.parameter, placement, self.fine.tp, self.fine.coordinates(rank)[1]):
+                rows = np.unique(item.dims[0].parent[block.rows])
+                cols = np.unique(item.dims[1].parent[block.cols]) if len(item.dims) > 1 else block.cols
+                touch = found.setdefault((rows.tobytes(), cols.tobytes()), Touch(rows=rows, cols=cols, members=[]))
+                touch.members.append((child, block))
+        return list(found.values())
+
+    def pieces(self, item: ParameterMap, *, fine_rank: int, coarse_rank: int) -> Iterator[Piece]:
+        """What passes between the holder of fine fragments and the holder of coarse ones, in fixed order."""
+        owned = self.coarse_blocks(item, coarse_rank)
+        for touch_index, touch in enumerate(self.touches(item, fine_rank)):
+            for block_index, block in enumerate(owned):
+                rows = _common(touch.rows, block.rows)
+                cols = _common(touch.cols, block.cols)
+                if len(rows) and len(cols):
+                    yield Piece(touch=touch_index, block=block_index, rows=rows, cols=cols)
+
+    def fine_sources(self, item: ParameterMap, rank: int) -> list[int]:
+        """The ranks from whose fine fragments ``rank`` is served: one replica, the one it belongs to."""
+        return replica(item.children[0].parameter, self.fine, rank)
+
+    def coarse_sources(self, item: ParameterMap, rank: int) -> list[int]:
+        """The ranks from whose coarse fragments ``rank`` is served: one replica, the one it belongs to."""
+        return replica(item.coarse, self.coarse, rank)
+
+    def buckets(self, elements: int) -> Iterator[Sequence[ParameterMap]]:
+        """The parameters in runs of at most ``elements`` coarse elements (a larger parameter is a run of its own)."""
+        run: list[ParameterMap] = []
+        filled = 0
+        for item in self.plan.maps:
+            if run and filled + item.coarse.numel > elements:
+                yield run
+                run, filled = [], 0
+            run.append(item)
+            filled += item.coarse.numel
+        if run:
+            yield run
+
+
+def blocks(parameter: Parameter, placement: Placement | None, tp: int, tp_rank: int) -> list[Block]:
+    """The at most three rectangles of a flat range of a local slice, pad rows left out."""
+    if placement is None or placement.length == 0:
+        return []
+    local = parameter.local_shape(tp)
+    width = local[1] if len(local) > 1 else 1
+    rows, cols = _global_indices(parameter, tp, tp_rank)
+    found = []
+    for first, last, left, right in rectangles(placement.start, placement.length, width):
+        last = min(last, len(rows))
+        if first < last:
+            offset = first * width + left - placement.start
+            found.append(Block(offset=offset, rows=rows[first:last], cols=cols[left:right]))
+    return found
+
+
+def rectangles(start: int, length: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """A flat range of rows of ``width`` as (first row, end row, first column, end column), in flat order."""
+    end = start + length
+    row, column = divmod(start, width)
+    if column:
+        stop = min(end, (row + 1) * width)
+        yield row, row + 1, column, column + stop - start
+        start, row = stop, row + 1
+    whole = (end - start) // width
+    if whole > 0:
+        yield row, row + whole, 0, width
+        start, row = start + whole * width, row + whole
+    if start < end:
+        yield row, row + 1, 0, end - start
+
+
+def replica(parameter: Parameter, layout: Layout, rank: int) -> list[int]:
+    """The ranks that together hold every element of a parameter once, ``rank`` among them where it holds any."""
+    dp_rank, tp_rank = layout.coordinates(rank)
+    dp_ranks = [dp_rank] if layout.zero_stage == 0 else range(layout.dp)
+    tp_ranks = [tp_rank] if parameter.tp_dim is None else range(layout.tp)
+    return [dp * layout.tp + tp for dp in dp_ranks for tp in tp_ranks]
+
+
+@lru_cache(maxsize=4096)
+def _global_indices(parameter: Parameter, tp: int, tp_rank: int) -> tuple[Index, Index]:
+    """The global row of each local row that is no pad row, and the global column of each local column."""
+    rows = np.concatenate([np.arange(*run) for run in parameter.global_ranges(0, tp, tp_rank)])
+    rows = rows[rows < parameter.dims[0].real]
+    if len(parameter.dims) == 1:
+        return rows, np.zeros(1, dtype=np.int64)
+    return rows, np.concatenate([np.arange(*run) for run in parameter.global_ranges(1, tp, tp_rank)])
+
+
+def _common(a: Index, b: Index) -> Index:
+    """The indices in both of two ascending arrays; runs without gaps, the usual case, need no search."""
+    if a[-1] - a[0] + 1 == len(a) and b[-1] - b[0] + 1 == len(b):
+        return np.arange(max(a[0], b[0]), min(a[-1], b[-1]) + 1)
+    return np.intersect1d(a, b, assume_unique=True)

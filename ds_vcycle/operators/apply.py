@@ -159,7 +159,13 @@ def decoalesce(plan: TransitionPlan, coarse: Mapping[str, Tensor], quantity: Qua
 def refine(
     plan: TransitionPlan, fine: Mapping[str, Tensor], coarse: Mapping[str, Tensor], *, alpha: float, beta: float
 ) -> dict[str, Tensor]:
-    """De-coalesce ``coarse`` and blend it with the kept ``fine``: alpha P(y) + (1-alpha) P(Cx) + beta (x - P(Cx))."""
+    """De-coalesce ``coarse`` and blend it with the kept ``fine``: alpha P(y) + (1-alpha) P(Cx) + beta (x - P(Cx)).
+
+    Raises:
+        KeyError: a parameter of either level is missing.
+        ValueError: something is left over.
+    """
+    _require(plan, fine, coarse)
     if alpha == 0.0 and beta == 1.0:
         return {name: value.clone() for name, value in fine.items()}
     cx = coalesce(plan, fine) if coarse_factor(alpha, beta) else {}
@@ -190,6 +196,16 @@ def _padded(value: Tensor, item: ParameterMap) -> Tensor:
     out = torch.zeros(item.coarse.shape)
     _real_block(out, value.shape[0]).copy_(value)
     return out
+
+
+def _require(plan: TransitionPlan, fine: Mapping[str, Tensor], coarse: Mapping[str, Tensor]) -> None:
+    """Both levels complete and nothing else, whatever of them the blend's factors then read."""
+    fine_names = {child.parameter.name for item in plan.maps for child in item.children}
+    coarse_names = {item.coarse.name for item in plan.maps}
+    missing = [*(fine_names - set(fine)), *(coarse_names - set(coarse))]
+    if missing:
+        raise KeyError(sorted(missing)[0])
+    _refuse_leftovers((set(fine) - fine_names) | (set(coarse) - coarse_names))
 
 
 def _refuse_leftovers(names: set[str]) -> None:

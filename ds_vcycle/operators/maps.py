@@ -37,6 +37,17 @@ class AxisMap:
         return self.parent == tuple(range(self.coarse))
 
     @property
+    def merges(self) -> bool:
+        """Whether any group has more than one member; without, an axis is at most put in another order."""
+        return self.fine > self.coarse
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the groups' first members ascend, so that they stand in the order of the coarse indices."""
+        firsts = [group[0] for group in self.groups]
+        return firsts == sorted(firsts)
+
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The fine indices of each coarse index, in ascending order."""
         members: list[list[int]] = [[] for _ in range(self.coarse)]

@@ -90,7 +90,7 @@ def plan_transition(
     """
     _check_shapes(fine.shape, coarse.shape)
     axes = _axis_maps(fine, coarse)
-    if embedding == "reference" and not fine.shape.tied_embeddings and not axes["hidden"].is_identity:
+    if embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
         raise PlanError(
             "operators.embedding=reference with model.tied_embeddings=false on a pre-LN model: nothing would undo the "
             "scaling of the embeddings; use operators.embedding=lossless"
@@ -182,12 +182,14 @@ def _judge(
 ) -> tuple[bool, tuple[str, ...]]:
     """Whether de-coalescing keeps the coarse model's function, and if not, why."""
     notes = []
-    if not axes["hidden"].is_identity and embedding == "reference":
+    if axes["hidden"].merges and embedding == "reference":
         notes.append("embedding=reference changes the logits of a pre-LN model; lossless keeps them")
     if len(set(axes["hidden"].sizes)) > 1:
         notes.append("unequal hidden groups change the norms' mean and variance")
-    if not axes["layer"].is_identity and policy == "copy":
+    if axes["layer"].merges and policy == "copy":
         notes.append("depth_residual=copy adds each copied layer's output again; first keeps the function")
-    if not axes["layer"].is_identity and policy == "split":
+    if axes["layer"].merges and policy == "split":
         notes.append("depth_residual=split keeps the function to first order only; first keeps it")
+    if not axes["layer"].keeps_order:
+        notes.append("groupings.layer puts the coarse layers in another order; let the groups' first layers ascend")
     return not notes, tuple(notes)

@@ -1,0 +1,245 @@
+"""What a run will do and cost, known from its configuration alone: ``ds-vcycle plan``. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_vcycle.config import Grouping, RunConfig
+from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
+from ds_vcycle.levels import Level, data_parallel, resolve_levels
+from ds_vcycle.operators.maps import AxisMap
+from ds_vcycle.operators.plan import plan_transition
+from ds_vcycle.schema import parameter_count
+from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops, step_flops
+from ds_vcycle.train.lr import LrSchedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelOverview:
+    """One level: sizes, parameters as built (padded vocabulary included), layout, cost of a step.
+
+    ``data_parallel`` and ``micro_batches`` (of one step on one rank) are known only for a given number of ranks.
+    """
+
+    index: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_groups: int
+    head_dim: int
+    ffn: int
+    parameters: int
+    tensor_parallel: int
+    zero_stage: int
+    micro_batch: int
+    data_parallel: int | None
+    micro_batches: int | None
+    step_flops: int
+    step_flops_blocks: int
+    step_recompute_flops: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupingOverview:
+    """How one axis is grouped between two levels; ``group_sizes``: size -> how many groups have it."""
+
+    axis: str
+    grouping: str
+    fine: int
+    coarse: int
+    group_sizes: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionOverview:
+    """Two adjacent levels: groupings, and whether de-coalescing keeps the coarse model's function (if not, why)."""
+
+    fine: int
+    coarse: int
+    groupings: tuple[GroupingOverview, ...]
+    lossless: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseOverview:
+    """One phase and its cost; ``share`` is its part of the cycle's FLOPs (head included). Transitions cost none."""
+
+    index: int
+    phase: str
+    detail: str
+    steps: int
+    samples: int
+    tokens: int
+    flops: int
+    flops_blocks: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overview:
+    """The whole run. ``flat_*``: plain training of level 1 for ``cycle.flat.steps``, None if that is not set.
+
+    ``flat_steps_at_equal_flops``: how many steps plain training would get for the cycle's FLOPs.
+    """
+
+    architecture: str
+    sequence_length: int
+    vocab_size: int
+    padded_vocab: int
+    global_batch: int
+    predicted_positions: int
+    ranks: int | None
+    levels: tuple[LevelOverview, ...]
+    transitions: tuple[TransitionOverview, ...]
+    phases: tuple[PhaseOverview, ...]
+    samples: int
+    tokens: int
+    flops: int
+    flops_blocks: int
+    flat_steps: int | None
+    flat_flops: int | None
+    flat_flops_blocks: int | None
+    flat_steps_at_equal_flops: float
+    warnings: tuple[str, ...]
+
+
+def overview(config: RunConfig, *, ranks: int | None = None) -> Overview:
+    """Work out levels, transitions, phases and costs; with ``ranks`` also the data-parallel layout.
+
+    Raises:
+        UserError: whatever in the configuration cannot be run, ranks that do not divide included.
+    """
+    levels, phases = resolve_levels(config), expand(config)
+    positions = predicted_positions(levels[0].shape, config.data.mask_probability)
+    batch = config.training.global_batch
+    costs = {level.index: step_flops(level.shape, samples=batch, predicted_positions=positions) for level in levels}
+    flops, blocks = _total(phases, costs)
+    rows = tuple(_phase(phase, config, costs, flops) for phase in phases)
+    flat = config.cycle.flat.steps
+    return Overview(
+        architecture=config.model.architecture,
+        sequence_length=config.model.sequence_length,
+        vocab_size=config.model.vocab_size,
+        padded_vocab=levels[0].shape.padded_vocab,
+        global_batch=batch,
+        predicted_positions=positions,
+        ranks=ranks,
+        levels=tuple(_level(level, config, costs[level.index], ranks) for level in levels),
+        transitions=_transitions(config, levels, phases),
+        phases=rows,
+        samples=sum(row.samples for row in rows),
+        tokens=sum(row.tokens for row in rows),
+        flops=flops,
+        flops_blocks=blocks,
+        flat_steps=flat,
+        flat_flops=None if flat is None else flat * costs[1].total,
+        flat_flops_blocks=None if flat is None else flat * costs[1].blocks,
+        flat_steps_at_equal_flops=flops / costs[1].total,
+        warnings=warnings_for(config),
+    )
+
+
+def to_json(plan: Overview) -> dict[str, Any]:
+    """The overview as plain values for ``--json``."""
+    return asdict(plan)
+
+
+def _total(phases: Sequence[Phase], costs: dict[int, Flops]) -> tuple[int, int]:
+    trained = [phase for phase in phases if isinstance(phase, Train)]
+    return (
+        sum(phase.steps * costs[phase.level].total for phase in trained),
+        sum(phase.steps * costs[phase.level].blocks for phase in trained),
+    )
+
+
+def _level(level: Level, config: RunConfig, cost: Flops, ranks: int | None) -> LevelOverview:
+    batch = config.training.global_batch
+    dp = None if ranks is None else data_parallel(level, world_size=ranks, global_batch=batch)
+    shape = level.shape
+    return LevelOverview(
+        index=level.index,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_groups=shape.kv_groups,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        parameters=parameter_count(shape),
+        tensor_parallel=level.tensor_parallel,
+        zero_stage=level.zero_stage,
+        micro_batch=level.micro_batch,
+        data_parallel=dp[0] if dp else None,
+        micro_batches=dp[1] if dp else None,
+        step_flops=cost.total,
+        step_flops_blocks=cost.blocks,
+        step_recompute_flops=recompute_flops(shape, config.model.recompute, samples=batch),
+    )
+
+
+def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase]) -> tuple[TransitionOverview, ...]:
+    pairs = sorted({phase.fine for phase in phases if not isinstance(phase, Train)})
+    rows = []
+    for fine in pairs:
+        plan = plan_transition(
+            levels[fine - 1],
+            levels[fine],
+            embedding=config.operators.embedding,
+            depth_residual=config.operators.depth_residual,
+        )
+        groupings = levels[fine].groupings
+        rows.append(
+            TransitionOverview(
+                fine=fine,
+                coarse=fine + 1,
+                groupings=tuple(_grouping(axis, getattr(groupings, axis.axis)) for axis in plan.axes.values()),
+                lossless=plan.lossless,
+                notes=plan.notes,
+            )
+        )
+    return tuple(rows)
+
+
+def _grouping(axis: AxisMap, grouping: Grouping) -> GroupingOverview:
+    return GroupingOverview(
+        axis=axis.axis,
+        grouping="explicit list" if isinstance(grouping, list) else grouping,
+        fine=axis.fine,
+        coarse=axis.coarse,
+        group_sizes=dict(sorted(Counter(axis.sizes).items())),
+    )
+
+
+def _phase(phase: Phase, config: RunConfig, costs: dict[int, Flops], total: int) -> PhaseOverview:
+    steps = phase.steps if isinstance(phase, Train) else 0
+    cost = costs[phase.level] if isinstance(phase, Train) else Flops(blocks=0, head=0)
+    samples = steps * config.training.global_batch
+    return PhaseOverview(
+        index=phase.index,
+        phase=str(phase),
+        detail=_detail(phase),
+        steps=steps,
+        samples=samples,
+        tokens=samples * config.model.sequence_length,
+        flops=steps * cost.total,
+        flops_blocks=steps * cost.blocks,
+        share=steps * cost.total / total,
+    )
+
+
+def _detail(phase: Phase) -> str:
+    if isinstance(phase, Coalesce):
+        return f"level {phase.fine} is parked"
+    if isinstance(phase, Refine):
+        return f"alpha {phase.alpha:g}, beta {phase.beta:g}"
+    until = "" if phase.until_loss is None else f", until loss {phase.until_loss:g}"
+    return _lr_text(phase.lr) + until
+
+
+def _lr_text(lr: LrSchedule) -> str:
+    warmup = f"{lr.warmup_steps:,} warm-up, " if lr.warmup_steps else ""
+    decay = "constant" if lr.kind == "constant" else f"{lr.kind} to {lr.minimum:g}"
+    return f"lr {lr.peak:g}, {warmup}{decay}"

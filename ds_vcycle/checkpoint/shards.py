@@ -50,7 +50,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], identity: str) 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; free space or mend the permissions") from error
+        raise CheckpointError(f"{path}: {error.strerror or error}; free space or mend the permissions") from error
     return written
 
 

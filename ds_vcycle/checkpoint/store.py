@@ -134,11 +134,13 @@ def save(
 
 def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, work: Callable[[], T]) -> list[T]:
     """Do this rank's part; then all go on with every rank's value, or all raise the lowest failing rank's error."""
-    value, failure, cause = None, None, None
+    value: T | None = None
+    failure: str | None = None
+    cause: Exception | None = None
     try:
         value = work()
     except OSError as error:
-        failure, cause = f"{error.filename or directory}: {error.strerror}; free space or mend the permissions", error
+        failure, cause = f"{error.filename or directory}: {error.strerror or error}; free space or mend the permissions", error
     except Exception as error:  # whatever it is: a rank that stayed silent would leave the others waiting
         failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error

@@ -125,6 +125,7 @@ class CpuRngTracker:
     @contextlib.contextmanager
     def fork(self, name: str = _TRACKER_NAME) -> Iterator[None]:
         """Draw from the named state inside, from the state before again afterwards."""
+        assert name in self._states, "seed_ranks comes before the first forward pass with dropout"
         outside = torch.get_rng_state()
         torch.set_rng_state(self._states[name])
         try:
@@ -293,7 +294,7 @@ def _start_process_group(backend: str) -> None:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else the first use compiles an extension (50 s)
     if not dist.is_initialized() and "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # 0: any free port
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 

@@ -1,0 +1,1 @@
+"""Megatron-core models from layer specs, built to the schema."""

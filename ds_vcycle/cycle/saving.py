@@ -1,0 +1,166 @@
+"""Saving a run's state to the shard store, and what a resumed run takes from there."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+import ds_vcycle
+from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError, FlatRange, StoredFragment, is_writer, save
+from ds_vcycle.config import EmbeddingPolicy, RunConfig
+from ds_vcycle.cycle.position import Position
+from ds_vcycle.cycle.schedule import Phase, first_difference, from_records, to_records
+from ds_vcycle.cycle.transition import Fragments, Staged, common_step
+from ds_vcycle.levels import Level
+from ds_vcycle.parallel import Mesh, rng_state
+from ds_vcycle.schema import Parameter, parameters
+from ds_vcycle.sharding.placement import Layout, rank_placements
+from ds_vcycle.sharding.zero import Fragment, counters, fragments
+
+_FREE = {"run_dir", "evaluation", "saving", "logging"}  # sections that may change at a resume
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    names = ("torch", "deepspeed", "megatron-core")
+    return {"ds-vcycle": ds_vcycle.__version__, "python": platform.python_version()} | {n: version(n) for n in names}
+
+
+def save_engine(
+    directory: Path, engine: DeepSpeedEngine, level: Level, layout: Layout, mesh: Mesh, *, state: Mapping[str, Any],
+    references: Sequence[str],
+) -> None:  # fmt: skip
+    """Write the engine's masters, moments and counters, and every rank's random states. Collective."""
+    state = {**state, "adam_step": common_step(engine, mesh), "counters": counters(engine)}
+    tensors = {fragment.name: _tensors(fragment) for fragment in fragments(engine)}
+    _save(directory, tensors, level, layout, mesh, extras=rng_state(), state=state, references=references)
+
+
+def save_parked(directory: Path, parked: Fragments, level: Level, layout: Layout, mesh: Mesh) -> None:
+    """Write a parked level once; the checkpoints of the coarse levels refer to it by name. Collective."""
+    tensors = {name: {"master": value} for name, value in parked.items()}
+    _save(directory, tensors, level, layout, mesh, extras={}, state={"parked_level": level.index}, references=())
+
+
+def run_state(config: RunConfig, phases: Sequence[Phase], position: Position) -> dict[str, Any]:
+    """What a checkpoint records beside tensors: the position, the phase list, the configuration, versions."""
+    return {
+        "position": position.record(),
+        "phases": to_records(phases),
+        "config": config.model_dump(mode="json"),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[Phase]) -> None:
+    """Refuse to go on under another configuration than the checkpoint's.
+
+    Raises:
+        CheckpointError: names the first key or phase that differs, both values, and the remedy.
+    """
+    state = checkpoint.state
+    if "position" not in state:
+        raise CheckpointError(
+            f"{checkpoint.directory} is no checkpoint of a run; resume from a run's step-... checkpoint"
+        )
+    remedy = (
+        f"resume with the configuration it was saved with, or start anew with another run_dir than {config.run_dir}"
+    )
+    difference = first_difference(from_records(state["phases"]), phases)
+    if difference:
+        raise CheckpointError(f"{checkpoint.directory}: {difference}; {remedy}")
+    recorded, wanted = (_flat(tree) for tree in (state["config"], config.model_dump(mode="json")))
+    for key in sorted(recorded.keys() | wanted.keys()):
+        if key.split(".")[0] not in _FREE and recorded.get(key) != wanted.get(key):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {key} is {recorded.get(key)!r} in the run and {wanted.get(key)!r} in the "
+                f"configuration; {remedy}"
+            )
+
+
+def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy) -> Staged:
+    """This rank's fragments of a checkpoint, checksums verified before anything is built from them.
+
+    Raises:
+        CheckpointError: something is damaged, missing or of another shape; names the file and the parameter.
+    """
+    table = parameters(level.shape, embedding)
+    checkpoint.expect(table, tp=layout.tp)
+    ranges = _ranges(table, layout, mesh)
+    checkpoint.verify(ranges.values())
+    step = int(checkpoint.state.get("adam_step", 0))
+    read = {key: _read(checkpoint, ranges, key) for key in ("master", *(("exp_avg", "exp_avg_sq") if step else ()))}
+    return Staged(master=read["master"], exp_avg=read.get("exp_avg"), exp_avg_sq=read.get("exp_avg_sq"), step=step)
+
+
+def gather_objects(mesh: Mesh, value: Any) -> list[Any]:
+    """Every rank's picklable value in rank order, on every rank. Collective."""
+    found: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(found, value, group=mesh.host_group)
+    return found
+
+
+def _save(
+    directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], level: Level, layout: Layout, mesh: Mesh, *,
+    extras: Mapping[str, Tensor], state: Mapping[str, Any], references: Sequence[str],
+) -> None:  # fmt: skip
+    save(
+        directory,
+        fragments=_stored(tensors, level, layout, mesh),
+        extras=extras,
+        state=state,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        gather=lambda value: gather_objects(mesh, value),
+        barrier=lambda: dist.barrier(group=mesh.host_group),
+        references=references,
+    )
+
+
+def _stored(
+    tensors: Mapping[str, Mapping[str, Tensor]], level: Level, layout: Layout, mesh: Mesh
+) -> Iterable[StoredFragment]:
+    table = {parameter.name: parameter for parameter in parameters(level.shape)}
+    for placement in rank_placements(tuple(table.values()), layout, mesh.rank):
+        parameter = table[placement.name]
+        if is_writer(parameter, tp_rank=mesh.tp_rank, dp_rank=mesh.dp_rank, zero_stage=layout.zero_stage):
+            yield StoredFragment(
+                parameter=parameter, tp=layout.tp, tp_rank=mesh.tp_rank, start=placement.start,
+                length=placement.length, tensors=tensors[placement.name],
+            )  # fmt: skip
+
+
+def _tensors(fragment: Fragment) -> dict[str, Tensor]:
+    held = {"master": fragment.master, "exp_avg": fragment.exp_avg, "exp_avg_sq": fragment.exp_avg_sq}
+    return {key: value.detach() for key, value in held.items() if value is not None}
+
+
+def _ranges(table: Sequence[Parameter], layout: Layout, mesh: Mesh) -> dict[str, FlatRange]:
+    by_name = {parameter.name: parameter for parameter in table}
+    return {
+        p.name: FlatRange(parameter=by_name[p.name], tp=layout.tp, tp_rank=mesh.tp_rank, start=p.start, length=p.length)
+        for p in rank_placements(table, layout, mesh.rank)
+    }
+
+
+def _read(checkpoint: Checkpoint, ranges: Mapping[str, FlatRange], key: str) -> Fragments:
+    return {
+        name: checkpoint.read(r.parameter, tp=r.tp, tp_rank=r.tp_rank, start=r.start, length=r.length, key=key)
+        for name, r in ranges.items()
+    }
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested tree as dotted keys."""
+    if isinstance(tree, dict) and tree:
+        return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {prefix.rstrip("."): tree}

@@ -1,0 +1,144 @@
+"""A change of level on live, partitioned engines, so that two engines never exist at once (DESIGN section 4).
+
+Going down: the fine engine's masters become coarse fragments on the host, the fine level is parked, its engine is
+released, the coarse engine is built empty and filled. Going up: z is computed at coarse size, the coarse engine is
+released, the fine one is built empty, filled from the parked fragments and refined in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from ds_vcycle.config import MomentPolicy
+from ds_vcycle.faults import fault_point
+from ds_vcycle.operators.apply import blend_coarse, coarse_factor
+from ds_vcycle.parallel import Mesh
+from ds_vcycle.sharding.geometry import Geometry
+from ds_vcycle.sharding.transfer import Exchange, coalesce_fragments, refine_fragments
+from ds_vcycle.sharding.zero import adam_step, fragments, push, set_moments
+
+Fragments = dict[str, Tensor]  # this rank's flat fragments by parameter name, float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    """What the next level is filled from, on the host: weights and, if they are mapped, Adam's moments at ``step``."""
+
+    master: Fragments
+    exp_avg: Fragments | None = None
+    exp_avg_sq: Fragments | None = None
+    step: int = 0
+
+
+def common_step(engine: DeepSpeedEngine, mesh: Mesh) -> int:
+    """Adam's step of the engine; a rank that holds no fragment has none of its own. Collective over all ranks."""
+    step = torch.tensor(adam_step(engine))
+    dist.all_reduce(step, op=dist.ReduceOp.MAX, group=mesh.host_group)
+    return int(step)
+
+
+def masters(engine: DeepSpeedEngine) -> Fragments:
+    """Copies of the engine's fp32 masters on the host: a parked level."""
+    return {fragment.name: fragment.master.detach().cpu().clone() for fragment in fragments(engine)}
+
+
+def stage_down(engine: DeepSpeedEngine, geometry: Geometry, mesh: Mesh, moments: MomentPolicy) -> Staged:
+    """Coalesce the fine engine's weights (and moments under ``map``) into this rank's coarse fragments. Collective."""
+    exchange = Exchange(mesh=mesh)
+    held = fragments(engine)
+    weights = {f.name: f.master.detach() for f in held}
+    master = coalesce_fragments(geometry, weights, "master", exchange)
+    fault_point("coalesce.staged")
+    step = common_step(engine, mesh)
+    if moments == "reset" or step == 0:
+        return Staged(master=master)
+    first = {f.name: f.exp_avg for f in held if f.exp_avg is not None}
+    second = {f.name: f.exp_avg_sq for f in held if f.exp_avg_sq is not None}
+    return Staged(
+        master=master,
+        exp_avg=coalesce_fragments(geometry, first, "exp_avg", exchange),
+        exp_avg_sq=coalesce_fragments(geometry, second, "exp_avg_sq", exchange),
+        step=step,
+    )
+
+
+def stage_up(
+    engine: DeepSpeedEngine, parked: Mapping[str, Tensor], geometry: Geometry, mesh: Mesh, *, alpha: float, beta: float,
+    moments: MomentPolicy,
+) -> Staged:  # fmt: skip
+    """z = alpha y + (1 - alpha - beta) C x at coarse size, and the coarse moments under ``map``. Collective.
+
+    C x is computed again from the parked weights, when its factor is not zero.
+    """
+    held = fragments(engine)
+    cx: Fragments = {}
+    if coarse_factor(alpha, beta):
+        cx = coalesce_fragments(geometry, parked, "master", Exchange(mesh=mesh))
+    z = {f.name: blend_coarse(f.master.detach().cpu(), cx.get(f.name), alpha=alpha, beta=beta) for f in held}
+    fault_point("refine.staged")
+    step = common_step(engine, mesh)
+    if moments == "reset" or step == 0:
+        return Staged(master=z)
+    return Staged(
+        master=z,
+        exp_avg={f.name: f.exp_avg.cpu().clone() for f in held if f.exp_avg is not None},
+        exp_avg_sq={f.name: f.exp_avg_sq.cpu().clone() for f in held if f.exp_avg_sq is not None},
+        step=step,
+    )
+
+
+@torch.no_grad()
+def fill(engine: DeepSpeedEngine, staged: Staged) -> None:
+    """Write staged fragments into an engine built empty, and push them. Collective over the data-parallel group.
+
+    Raises:
+        ValueError: a fragment of the engine has no staged value, or a staged value no fragment.
+    """
+    held = fragments(engine)
+    _same_names({f.name for f in held}, set(staged.master))
+    for fragment in held:
+        fragment.master.copy_(staged.master[fragment.name])
+    if staged.exp_avg is not None and staged.exp_avg_sq is not None:
+        pairs = {name: (staged.exp_avg[name], staged.exp_avg_sq[name]) for name in staged.exp_avg}
+        set_moments(engine, pairs, staged.step)
+    fault_point("fill.written")
+    push(engine)
+
+
+@torch.no_grad()
+def refine_into(
+    engine: DeepSpeedEngine, parked: Mapping[str, Tensor], staged: Staged, geometry: Geometry, mesh: Mesh, *,
+    alpha: float, beta: float,
+) -> None:  # fmt: skip
+    """Fill an engine built empty from the parked level and blend z into it in place; push. Collective.
+
+    Adam's moments come from the coarse level where they are mapped; the fine level's own are gone (DESIGN section 3).
+    """
+    held = fragments(engine)
+    _same_names({f.name for f in held}, set(parked))
+    for fragment in held:
+        fragment.master.copy_(parked[fragment.name])
+    fault_point("refine.filled")
+    exchange = Exchange(mesh=mesh)
+    if not (alpha == 0.0 and beta == 1.0):
+        weights = {f.name: f.master for f in held}
+        refine_fragments(geometry, staged.master, weights, "master", exchange, beta=beta)
+    fault_point("refine.blended")
+    if staged.exp_avg is not None and staged.exp_avg_sq is not None:
+        first = {f.name: torch.zeros(f.length) for f in held}
+        second = {f.name: torch.zeros(f.length) for f in held}
+        refine_fragments(geometry, staged.exp_avg, first, "exp_avg", exchange, beta=0.0)
+        refine_fragments(geometry, staged.exp_avg_sq, second, "exp_avg_sq", exchange, beta=0.0)
+        set_moments(engine, {name: (first[name], second[name]) for name in first}, staged.step)
+    push(engine)
+
+
+def _same_names(held: set[str], given: set[str]) -> None:
+    if held != given:
+        raise ValueError(f"fragments held and given differ: {', '.join(sorted(held ^ given)[:5])}")

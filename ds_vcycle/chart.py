@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ds_vcycle.report import Comparison
+from ds_vcycle.comparison import Comparison
 from ds_vcycle.rundir import Run
 from ds_vcycle.train.metrics import EvaluationRecord
 

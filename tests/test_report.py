@@ -10,9 +10,8 @@ import yaml
 from matplotlib.image import imread
 from rich.console import Console
 
-from ds_vcycle.chart import draw
 from ds_vcycle.config import UserError, parse_config
-from ds_vcycle.report import compare, markdown, render, to_json
+from ds_vcycle.report import compare, markdown, render, to_json, write
 from ds_vcycle.train.flops import Flops
 from ds_vcycle.train.metrics import MetricsWriter, Place, Totals, evaluation_record, step_record, transition_record
 
@@ -152,8 +151,9 @@ def test_table_and_markdown_say_the_same(flat, cycle, tmp_path):
 
 
 def test_the_chart_shows_every_run_in_its_colour(flat, cycle, tmp_path):
-    path = tmp_path / "out" / "compare.png"
-    draw(compare([flat, cycle]), path)
+    path, table = write(compare([flat, cycle]), tmp_path / "out" / "two.runs")
+    assert (path.name, table.name) == ("two.runs.png", "two.runs.md")
+    assert "| saved FLOPs | baseline | +27.5% |" in table.read_text()
     pixels = np.round(imread(path)[..., :3] * 255).astype(int)
     assert pixels.shape[0] > 600 and pixels.shape[1] > 1000
     for colour in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):

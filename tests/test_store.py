@@ -172,7 +172,8 @@ def _save_norm(directory: Path, ranges: list[tuple[int, int]], state: dict[str, 
 
     def work(rank: int, gather: Any, barrier: Any) -> None:
         save(
-            directory, fragments=fragments, extras={}, state=state, rank=rank, world_size=1, gather=gather, barrier=barrier
+            directory, fragments=fragments, extras={}, state=state,
+            rank=rank, world_size=1, gather=gather, barrier=barrier,
         )  # fmt: skip
 
     return on_threads(1, work)[0]

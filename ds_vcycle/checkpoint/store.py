@@ -140,7 +140,8 @@ def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, wo
     try:
         value = work()
     except OSError as error:
-        failure, cause = f"{error.filename or directory}: {error.strerror or error}; free space or mend the permissions", error
+        failure = f"{error.filename or directory}: {error.strerror or error}; free space or mend the permissions"
+        cause = error
     except Exception as error:  # whatever it is: a rank that stayed silent would leave the others waiting
         failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error

@@ -149,7 +149,8 @@ def save_and_mark(root: str, seed: int, prune_to: int | None = None) -> None:
     directory = Path(root, f"step-{seed:08d}")
     fragments = fragments_of(local_shards(1, seed=seed), tp=1, dp=1, rank=0)
     store.save(
-        directory, fragments=fragments, extras={}, state={"seed": seed}, rank=0, world_size=1, gather=lambda value: [value], barrier=lambda: None,
+        directory, fragments=fragments, extras={}, state={"seed": seed},
+        rank=0, world_size=1, gather=lambda value: [value], barrier=lambda: None,
     )  # fmt: skip
     store.set_latest(Path(root), directory.name)
     if prune_to is not None:

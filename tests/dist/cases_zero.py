@@ -213,7 +213,7 @@ def resume(case: dict[str, Any]) -> dict[str, bool]:
 
 def cycles(case: dict[str, Any]) -> dict[str, Any]:
     """Build, step and release over and over: what stays alive, and descriptors, threads, resident bytes per round."""
-    alive, rounds = [], []
+    alive, early, rounds = [], [], []
     for _ in range(case["rounds"]):
         engine, mesh = build(case)
         train_steps(engine, mesh, 2)
@@ -222,17 +222,20 @@ def cycles(case: dict[str, Any]) -> dict[str, Any]:
         references += [weakref.ref(f.master) for f in zero.fragments(engine)]
         references += [weakref.ref(p) for p in engine.module.parameters()]
         release(engine)
+        dead = [reference() is None for reference in references[1:]]  # all but the engine, of which we hold the shell
+        early.append(all(dead))
         del engine
         gc.collect()
         alive.append(sum(reference() is not None for reference in references))
         with open("/proc/self/statm") as statm:
             resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         rounds.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident))
-    return {"alive": alive, "rounds": rounds}
+    return {"alive": alive, "early": early, "rounds": rounds}
 
 
 def run(jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     """Several cases in one process group."""
+    gc.freeze()  # each collection would otherwise walk everything torch and Megatron have imported: a second
     return [globals()[name](case) for name, case in jobs]
 
 

@@ -97,6 +97,8 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``, which ``AutoTokenizer.from_pretrained`` loads."""
     vocabulary.tokenizer.save(str(directory / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if "cls" in vocabulary.roles:
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     for role, token in vocabulary.roles.items():
         for name in ("eos_token", "bos_token") if role == "eod" else (f"{role}_token",):
             config[name] = token

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_vcycle.checkpoint.store import Checkpoint, open_checkpoint, prune, set_latest
 from ds_vcycle.cycle.checks import RunPlan
@@ -27,7 +26,7 @@ from ds_vcycle.parallel import mesh_for, raise_together, seed_ranks, set_rng_sta
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import Layout, layout_of
 from ds_vcycle.sharding.release import release
-from ds_vcycle.sharding.zero import set_counters
+from ds_vcycle.sharding.zero import Engine, set_counters
 from ds_vcycle.train.engine import build_engine, build_monitor
 from ds_vcycle.train.flops import predicted_positions, step_flops
 from ds_vcycle.train.loop import StepResult, TrainingError, train_step
@@ -63,7 +62,7 @@ class LiveRun:
         self.position = Position()
         self.parked: dict[int, Fragments] = {}
         self.mesh = mesh_for(plan.level(1).tensor_parallel)
-        self.engine: DeepSpeedEngine | None = None
+        self.engine: Engine | None = None
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
         self.flag = flag
         self._metrics: MetricsWriter | None = None
@@ -308,7 +307,7 @@ class LiveRun:
         self.evaluate()
         self.progress.update(1, f"held-out {self._held_out:.4f}")
 
-    def _build(self, level: Level, seed: int | None = None) -> DeepSpeedEngine:
+    def _build(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; without a seed its weights are to be filled."""
         config = self.plan.config
         self.mesh = mesh_for(level.tensor_parallel)
@@ -319,7 +318,7 @@ class LiveRun:
         engine, self.engine = self._live(), None
         release(engine)
 
-    def _live(self) -> DeepSpeedEngine:
+    def _live(self) -> Engine:
         assert self.engine is not None
         return self.engine
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 import ds_vcycle
@@ -23,7 +22,7 @@ from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh, rng_state
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, rank_placements
-from ds_vcycle.sharding.zero import Fragment, counters, fragments
+from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
 
 _FREE = {"run_dir", "evaluation", "saving", "logging"}  # sections that may change at a resume
 
@@ -35,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def save_engine(
-    directory: Path, engine: DeepSpeedEngine, level: Level, layout: Layout, mesh: Mesh, *, state: Mapping[str, Any],
+    directory: Path, engine: Engine, level: Level, layout: Layout, mesh: Mesh, *, state: Mapping[str, Any],
     references: Sequence[str],
 ) -> None:  # fmt: skip
     """Write the engine's masters, moments and counters, and every rank's random states. Collective."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from ds_vcycle.config import MomentPolicy
@@ -21,7 +20,7 @@ from ds_vcycle.operators.apply import blend_coarse, coarse_factor
 from ds_vcycle.parallel import Mesh
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.transfer import Exchange, coalesce_fragments, refine_fragments
-from ds_vcycle.sharding.zero import adam_step, fragments, push, set_moments
+from ds_vcycle.sharding.zero import Engine, adam_step, fragments, push, set_moments
 
 Fragments = dict[str, Tensor]  # this rank's flat fragments by parameter name, float32
 
@@ -36,19 +35,19 @@ class Staged:
     step: int = 0
 
 
-def common_step(engine: DeepSpeedEngine, mesh: Mesh) -> int:
+def common_step(engine: Engine, mesh: Mesh) -> int:
     """Adam's step of the engine; a rank that holds no fragment has none of its own. Collective over all ranks."""
     step = torch.tensor(adam_step(engine))
     dist.all_reduce(step, op=dist.ReduceOp.MAX, group=mesh.host_group)
     return int(step)
 
 
-def masters(engine: DeepSpeedEngine) -> Fragments:
+def masters(engine: Engine) -> Fragments:
     """Copies of the engine's fp32 masters on the host: a parked level."""
     return {fragment.name: fragment.master.detach().cpu().clone() for fragment in fragments(engine)}
 
 
-def stage_down(engine: DeepSpeedEngine, geometry: Geometry, mesh: Mesh, moments: MomentPolicy) -> Staged:
+def stage_down(engine: Engine, geometry: Geometry, mesh: Mesh, moments: MomentPolicy) -> Staged:
     """Coalesce the fine engine's weights (and moments under ``map``) into this rank's coarse fragments. Collective."""
     exchange = Exchange(mesh=mesh)
     held = fragments(engine)
@@ -69,7 +68,7 @@ def stage_down(engine: DeepSpeedEngine, geometry: Geometry, mesh: Mesh, moments:
 
 
 def stage_up(
-    engine: DeepSpeedEngine, parked: Mapping[str, Tensor], geometry: Geometry, mesh: Mesh, *, alpha: float, beta: float,
+    engine: Engine, parked: Mapping[str, Tensor], geometry: Geometry, mesh: Mesh, *, alpha: float, beta: float,
     moments: MomentPolicy,
 ) -> Staged:  # fmt: skip
     """z = alpha y + (1 - alpha - beta) C x at coarse size, and the coarse moments under ``map``. Collective.
@@ -94,7 +93,7 @@ def stage_up(
 
 
 @torch.no_grad()
-def fill(engine: DeepSpeedEngine, staged: Staged) -> None:
+def fill(engine: Engine, staged: Staged) -> None:
     """Write staged fragments into an engine built empty, and push them. Collective over the data-parallel group.
 
     Raises:
@@ -113,7 +112,7 @@ def fill(engine: DeepSpeedEngine, staged: Staged) -> None:
 
 @torch.no_grad()
 def refine_into(
-    engine: DeepSpeedEngine, parked: Mapping[str, Tensor], staged: Staged, geometry: Geometry, mesh: Mesh, *,
+    engine: Engine, parked: Mapping[str, Tensor], staged: Staged, geometry: Geometry, mesh: Mesh, *,
     alpha: float, beta: float,
 ) -> None:  # fmt: skip
     """Fill an engine built empty from the parked level and blend z into it in place; push. Collective.

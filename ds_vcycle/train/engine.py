@@ -83,13 +83,16 @@ def build_monitor(config: RunConfig, run_dir: Path) -> MonitorMaster:
 
 
 def _adamw(model: nn.Module, level: Level, config: RunConfig) -> torch.optim.AdamW:
-    """Torch's fused AdamW (3 to 4 times faster than foreach on CPU too), matrices with weight decay, vectors without."""
+    """Torch's fused AdamW (on CPU too 3 times faster than foreach); matrices with weight decay, vectors without."""
     held = dict(model.named_parameters())
     table = parameters(level.shape, config.operators.embedding)
     assert list(held) == [p.name for p in table], "the model's parameters are not the schema's, in its order"
     settings = config.optimizer
     groups = [
-        {"params": [held[p.name] for p in group], "weight_decay": settings.weight_decay if len(group[0].dims) > 1 else 0.0}
+        {
+            "params": [held[p.name] for p in group],
+            "weight_decay": settings.weight_decay if len(group[0].dims) > 1 else 0.0,
+        }
         for group in optimizer_groups(table)
     ]
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)

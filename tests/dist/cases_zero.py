@@ -1,4 +1,4 @@
-"""Cases for the DeepSpeed adapter, run in every rank: a stand-in model with the schema's names, slices and no attention."""
+"""Cases for the DeepSpeed adapter, run in every rank: a stand-in model with the schema's names and slices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -13,13 +14,16 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_vcycle.config import RunConfig, parse_config
-from ds_vcycle.levels import Level, ModelShape
+from ds_vcycle.config import RunConfig, UserError, parse_config
+from ds_vcycle.levels import Level, ModelShape, resolve_levels
+from ds_vcycle.model.build import build_model
 from ds_vcycle.parallel import Mesh, init_distributed, mesh_for
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding import zero
+from ds_vcycle.sharding.placement import Layout
 from ds_vcycle.sharding.release import release
 from ds_vcycle.train.engine import build_engine, gradient_norm, set_lr
+from tests.model_level import batch_for
 
 ODD = ModelShape(
     architecture="bert", layers=2, hidden=6, heads=2, kv_groups=2, head_dim=3, ffn=10, sequence_length=5, vocab_size=13,
@@ -27,14 +31,21 @@ ODD = ModelShape(
     qk_norm=False, sentence_order=True,
 )  # fmt: skip
 TABLE = parameters(ODD)
+WIDE_FFN = 60_000  # with it an engine holds about 20 MB, so that one that stays alive shows in the resident memory
 
 
 def level_of(case: dict[str, Any]) -> Level:
     config = config_of(case)
     return Level(
-        index=1, shape=ODD, tensor_parallel=case.get("tp", 1), zero_stage=case["stage"], micro_batch=1, lr=None,
-        steps=None, groupings=config.operators.groupings,
-    )  # fmt: skip
+        index=1,
+        shape=replace(ODD, ffn=WIDE_FFN) if case.get("wide") else ODD,
+        tensor_parallel=case.get("tp", 1),
+        zero_stage=case["stage"],
+        micro_batch=1,
+        lr=None,
+        steps=None,
+        groupings=config.operators.groupings,
+    )
 
 
 def config_of(case: dict[str, Any]) -> RunConfig:
@@ -53,11 +64,13 @@ def config_of(case: dict[str, Any]) -> RunConfig:
 def full_weight(parameter: Parameter, salt: int = 0) -> Tensor:
     """A global weight whose elements all differ, between parameters too (fp32)."""
     order = [p.name for p in TABLE].index(parameter.name)
-    return torch.sin(torch.arange(parameter.numel, dtype=torch.float64) * 0.37 + order + salt).float().view(parameter.shape)
+    values = torch.sin(torch.arange(parameter.numel, dtype=torch.float64) * 0.37 + order + salt)
+    return values.float().view(parameter.shape)
 
 
-def local_weight(parameter: Parameter, tp: int, tp_rank: int, salt: int = 0) -> Tensor:
-    whole = full_weight(parameter, salt)
+def local_weight(parameter: Parameter, tp: int, tp_rank: int, salt: int = 0, *, whole: Tensor | None = None) -> Tensor:
+    """A tensor-parallel rank's slice of the weight (or of ``whole``)."""
+    whole = full_weight(parameter, salt) if whole is None else whole
     if parameter.tp_dim is None:
         return whole
     index = [torch.arange(a, b) for a, b in parameter.global_ranges(parameter.tp_dim, tp, tp_rank)]
@@ -76,10 +89,10 @@ class Leaf(nn.Module):
 class StandIn(nn.Module):
     """Modules nested as the schema's names are."""
 
-    def __init__(self, mesh: Mesh, precision: str) -> None:
+    def __init__(self, level: Level, mesh: Mesh, precision: str) -> None:
         super().__init__()
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        for parameter in TABLE:
+        for parameter in parameters(level.shape):
             *path, last = parameter.name.split(".")
             node: nn.Module = self
             for part in path:
@@ -102,7 +115,7 @@ def build(case: dict[str, Any]) -> tuple[DeepSpeedEngine, Mesh]:
     init_distributed("cpu")
     mesh = mesh_for(case.get("tp", 1))
     level, config = level_of(case), config_of(case)
-    return build_engine(StandIn(mesh, case["precision"]), level, config, mesh), mesh
+    return build_engine(StandIn(level, mesh, case["precision"]), level, config, mesh), mesh
 
 
 def train_steps(engine: DeepSpeedEngine, mesh: Mesh, steps: int, lr: float = 1e-2) -> list[float]:
@@ -160,7 +173,8 @@ def place_and_edit(case: dict[str, Any]) -> dict[str, Any]:
     norms = train_steps(engine, mesh, 2)
     after, read = masters(engine), low_precision(engine)
     agree = all(
-        torch.equal(read[f.name].view(-1)[f.start : f.start + f.length], after[f.name].to(rounding).float()) for f in held
+        torch.equal(read[f.name].view(-1)[f.start : f.start + f.length], after[f.name].to(rounding).float())
+        for f in held
     )
     result = {
         "class": type(engine.optimizer).__name__, "fragments": [(f.name, f.start, f.length) for f in held],
@@ -240,7 +254,7 @@ def run(jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
 
 
 def reference_steps(scales: list[float], clip: float, steps: int = 2) -> tuple[dict[str, Tensor], list[float]]:
-    """The same steps on whole fp64 weights with plain formulas: Adam with decoupled decay, clipped by the global norm."""
+    """The same steps on whole fp64 weights by plain formulas: Adam, decoupled decay, clipped by the global norm."""
     weights = {p.name: full_weight(p, salt=5).double() for p in TABLE}
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
     second = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -257,3 +271,62 @@ def reference_steps(scales: list[float], clip: float, steps: int = 2) -> tuple[d
             update = first[name] / (1 - 0.9**step) / ((second[name] / (1 - 0.95**step)).sqrt() + 1e-8)
             weights[name] = w * (1 - 1e-2 * decay) - 1e-2 * update
     return weights, norms
+
+
+def self_test_says(case: dict[str, Any]) -> dict[str, Any]:
+    """What the self-test says on this rank when the layout claims something else, or the last rank's push is lost."""
+    engine, mesh = build(case)
+    before = masters(engine)
+    if case.get("lose_push") and mesh.rank == mesh.world_size - 1:
+        push = engine.optimizer.update_lp_params
+
+        def lost() -> None:
+            kept = {name: weight.clone() for name, weight in engine.module.named_parameters()}
+            push()
+            for name, weight in engine.module.named_parameters():
+                weight.data.copy_(kept[name])
+
+        engine.optimizer.update_lp_params = lost
+    said = ""
+    try:
+        zero.self_test(engine, TABLE, Layout(world_size=mesh.world_size, zero_stage=case["stage"], **case["claimed"]))
+    except UserError as error:
+        said = str(error)
+    after = masters(engine)
+    return {"said": said, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def real_model(case: dict[str, Any]) -> dict[str, Any]:
+    """Gradient norms and the trained weights' norm of a small real level, whose batch is the same on every rank."""
+    init_distributed("cpu")
+    mesh = mesh_for(case["tp"])
+    config = parse_config(
+        {
+            "model": {
+                "architecture": case["architecture"], "layers": 2, "hidden": 16, "heads": 4, "sequence_length": 8,
+                "vocab_size": 50, "dropout": 0.0, "attention_dropout": 0.0, "tensor_parallel": case["tp"],
+                "qk_norm": case.get("qk_norm", False),
+            },
+            "training": {
+                "global_batch": 2 * mesh.dp_size, "micro_batch": 2, "zero_stage": case["stage"],
+                "precision": case["precision"],
+            },
+            "cycle": {"kind": "flat"},
+            "data": {"path": "nowhere"},
+        }
+    )  # fmt: skip
+    level = resolve_levels(config)[0]
+    model = build_model(level, config.model, precision=case["precision"], mesh=mesh, seed=3)
+    engine = build_engine(model, level, config, mesh)
+    norms, batch = [], batch_for(level, samples=2)
+    for _ in range(3):
+        set_lr(engine, 1e-2)
+        losses, _sentence_order = engine(**batch)
+        engine.backward(losses / batch["weights"].sum())
+        engine.step()
+        norms.append(float(gradient_norm(engine)))
+    held = [weakref.ref(x) for x in (engine.optimizer, engine.module, *engine.module.parameters(), *batch.values())]
+    release(engine)
+    del model, losses, _sentence_order  # a loss holds its graph, and that the parameters
+    gc.collect()
+    return {"norms": norms, "alive": sum(reference() is not None for reference in held) - len(batch)}

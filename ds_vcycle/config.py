@@ -279,7 +279,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
         ConfigError: naming the file or key, the value and what to change.
     """
     if not path.is_file():
-        raise ConfigError(f"--config {path}: no such file; give the path of a run's YAML file, e.g. configs/demo_gpt.yaml")
+        raise ConfigError(
+            f"--config {path}: no such file; give the path of a run's YAML file, e.g. configs/demo_gpt.yaml"
+        )
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -358,7 +360,9 @@ def _known_keys(path: list[str]) -> list[str]:
         annotation = model.model_fields[part].annotation
         args = [annotation, *getattr(annotation, "__args__", ())]
         nested = [a for a in args if isinstance(a, type) and issubclass(a, BaseModel)]
-        nested += [b for a in args for b in getattr(a, "__args__", ()) if isinstance(b, type) and issubclass(b, BaseModel)]
+        nested += [
+            b for a in args for b in getattr(a, "__args__", ()) if isinstance(b, type) and issubclass(b, BaseModel)
+        ]
         if not nested:
             return []
         model = nested[0]

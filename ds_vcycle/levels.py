@@ -141,7 +141,9 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
             )
         for key, value in (*sizes.items(), ("kv_groups", kv_groups)):
             if value > getattr(finer, key):
-                raise ConfigError(f"level {index}: {key}={value} exceeds level {index - 1}'s {getattr(finer, key)}; lower it")
+                raise ConfigError(
+                    f"level {index}: {key}={value} exceeds level {index - 1}'s {getattr(finer, key)}; lower it"
+                )
     return ModelShape(
         architecture=model.architecture, **sizes, heads=kv_groups * per_group, kv_groups=kv_groups, head_dim=head_dim,
         sequence_length=model.sequence_length, vocab_size=model.vocab_size, padded_vocab=0,
@@ -152,7 +154,9 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
 
 def _half(value: int, key: str, index: int) -> int:
     if value % 2:
-        raise ConfigError(f"level {index}: {key} of level {index - 1} is {value}, which cannot be halved; set levels.{index - 1}.{key}")
+        raise ConfigError(
+            f"level {index}: {key} of level {index - 1} is {value}, which cannot be halved; set levels.{index - 1}.{key}"
+        )
     return value // 2
 
 

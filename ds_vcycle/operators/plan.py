@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -141,7 +141,7 @@ def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
 def _parameter_map(
     target: Parameter, children: list[Parameter], axes: Mapping[str, AxisMap], policy: DepthPolicy
 ) -> ParameterMap:
-    dims = tuple(_dim_map(a, b, axes) for a, b in zip(children[0].dims, target.dims, strict=True))
+    dims = tuple(_dim_map(a, b, axes.get(a.axis)) for a, b in zip(children[0].dims, target.dims, strict=True))
     members = len(children)
     consumes_layer = target.residual_writer and policy != "copy"
     down = 1 if consumes_layer else members
@@ -164,13 +164,13 @@ def _parameter_map(
     )
 
 
-def _dim_map(fine: Dim, coarse: Dim, axes: Mapping[str, AxisMap]) -> DimMap:
-    """Rows (part, index, offset) -> (part, parent[index], offset)."""
+@lru_cache(maxsize=256)  # layer after layer asks for the same maps
+def _dim_map(fine: Dim, coarse: Dim, axis: AxisMap | None) -> DimMap:
+    """Rows (part, index, offset) -> (part, parent[index], offset); without a map, rows to themselves."""
     assert (fine.parts, fine.block, fine.role) == (coarse.parts, coarse.block, coarse.role)
-    if fine.axis not in axes:
+    if axis is None:
         assert fine.length == coarse.length
         return DimMap(role=fine.role, parent=np.arange(fine.real), sizes=np.ones(fine.real, dtype=np.int64))
-    axis = axes[fine.axis]
     part, index, offset = np.ix_(np.arange(fine.parts), np.asarray(axis.parent, dtype=np.int64), np.arange(fine.block))
     parent = ((part * coarse.length + index) * fine.block + offset).reshape(-1)
     sizes = np.tile(np.repeat(np.asarray(axis.sizes, dtype=np.int64), fine.block), fine.parts)

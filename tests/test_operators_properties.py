@@ -75,7 +75,7 @@ POLICIES = {
 }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(groupings=groupings([1, 2, 4, 8]), **POLICIES)
 def test_coalescing_the_decoalesced_gives_the_same_bits_for_groups_of_1_2_4_8(
     groupings, model, embedding, depth_residual, seed
@@ -85,7 +85,7 @@ def test_coalescing_the_decoalesced_gives_the_same_bits_for_groups_of_1_2_4_8(
     assert_bits(coalesce(plan, decoalesce(plan, x)), x)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(groupings=groupings([1, 2, 3, 4, 5, 6, 7]), **POLICIES)
 def test_coalescing_the_decoalesced_is_within_one_ulp_for_any_groups(groupings, model, embedding, depth_residual, seed):
     plan = tiny_plan(model, groupings=groupings, embedding=embedding, depth_residual=depth_residual)

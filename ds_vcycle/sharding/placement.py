@@ -2,7 +2,7 @@
 
 A rank first holds a tensor-parallel slice of a parameter (``schema.Parameter.local_shape``), then, of that slice laid
 out row by row, the flat range whose fp32 master ZeRO gives it. The rule below is DeepSpeed 0.19.8's own; the adapter's
-start-up self-test (``sharding.zero.self_test``) holds it against the engine that was really built.
+start-up self-test (``sharding.self_test``) holds it against the engine that was really built.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Weights are changed by writing into the masters (under ``torch.no_grad()``) and 
 ``parameter.data``: the next step would overwrite it with the master; and not through ``deepspeed.utils.safe_set_*``,
 which fails on odd sizes and misplaces elements under ``round_robin_gradients``. All between steps, gradients cleared.
 
-Written against DeepSpeed 0.19.8; :func:`self_test` says at start-up whether the installed one still behaves so.
+Written against DeepSpeed 0.19.8; ``sharding.self_test`` says at start-up whether the installed one still does so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,15 +24,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ds_vcycle.config import UserError
-from ds_vcycle.parallel import raise_together
-from ds_vcycle.schema import Parameter
-from ds_vcycle.sharding.placement import Layout, Placement, placements, rank_placements
 
 Engine: TypeAlias = DeepSpeedEngine  # under this name for the rooms that do not import deepspeed
 _KNOWN_VERSION = "0.19.8"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_SENTINELS = 251  # small integers are exact in bf16; a prime, so that neighbours differ
 
 
 class AdapterError(UserError):
@@ -187,77 +183,6 @@ def set_counters(engine: DeepSpeedEngine, values: Mapping[str, int]) -> None:
     for name in _COUNTERS:
         setattr(engine, name, int(values[name]))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-
-
-def self_test(engine: DeepSpeedEngine, parameters: Sequence[Parameter], layout: Layout) -> None:
-    """Prove this adapter on the engine: placements as by the rule; a value written, pushed, is read in the weights.
-
-    Writes the first and last element of every fragment and restores them. Collective over all ranks.
-
-    Raises:
-        AdapterError: naming the DeepSpeed version, if any rank finds a difference (the others raise a UserError with
-            the same text).
-    """
-    raise_together(_placement_error(engine, parameters, layout))
-    rank = dist.get_rank()
-    order = {parameter.name: index for index, parameter in enumerate(parameters)}
-    held = fragments(engine)
-    saved = [fragment.master[[0, -1]].clone() for fragment in held]
-    for fragment in held:
-        for position in (0, fragment.length - 1):
-            fragment.master[position] = _sentinel(order[fragment.name], fragment.start + position)
-    push(engine)
-    peers = range(layout.coordinates(rank)[1], layout.world_size, layout.tp)
-    written = {placement for peer in peers for placement in placements(parameters, layout)[peer]}
-    error = _weights_error(engine, written, order, rank_placements(parameters, layout, rank))
-    for fragment, (first, last) in zip(held, saved, strict=True):
-        fragment.master[0], fragment.master[-1] = first, last
-    push(engine)
-    raise_together(error)
-
-
-def _sentinel(parameter: int, position: int) -> int:
-    return 1 + (31 * parameter + 7 * position) % _SENTINELS
-
-
-def _placement_error(engine: DeepSpeedEngine, parameters: Sequence[Parameter], layout: Layout) -> AdapterError | None:
-    rank = dist.get_rank()
-    try:
-        pieces = _pieces(engine)
-    except AdapterError as error:
-        return error
-    found = {(piece.name, piece.start, piece.length) for piece in pieces}
-    ruled = {(held.name, held.start, held.length) for held in rank_placements(parameters, layout, rank)}
-    if found == ruled:
-        return None
-    name = min(name for name, _, _ in found ^ ruled)
-    seen, expected = ([(s, n) for key, s, n in side if key == name] for side in (found, ruled))
-    return AdapterError(f"rank {rank} holds (start, length) {seen} of {name}, by the rule {expected}")
-
-
-def _weights_error(
-    engine: DeepSpeedEngine, written: Collection[Placement], order: Mapping[str, int], own: Collection[Placement]
-) -> AdapterError | None:
-    """Compare the sentinels in the weights this rank can see with those its data-parallel peers and it wrote."""
-    weights = {name: parameter for parameter, name in engine.param_names.items()}
-    mine = set(own)
-    for placement in written:
-        visible = _visible(weights[placement.name], own=placement in mine, start=placement.start)
-        for position in (0, placement.length - 1):
-            at = placement.start + position
-            wanted = _sentinel(order[placement.name], at)
-            if visible is not None and visible[position].item() != wanted:
-                value = visible[position].item()
-                return AdapterError(f"{placement.name}[{at}] reads {value} after {wanted} was written to its master")
-    return None
-
-
-def _visible(weight: Tensor, *, own: bool, start: int) -> Tensor | None:
-    """The low-precision weights from ``start`` on, flat; None where ZeRO 3 holds no copy of them here."""
-    shard: Tensor | None = getattr(weight, "ds_tensor", None)
-    if shard is None or weight.numel():  # ZeRO 3 leaves small parameters whole and empties the others
-        return weight.detach().view(-1)[start:]
-    return shard.detach().view(-1) if own else None
 
 
 def _pieces(engine: DeepSpeedEngine) -> list[_Piece]:

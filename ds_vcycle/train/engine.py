@@ -22,7 +22,8 @@ from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh
 from ds_vcycle.schema import parameters
 from ds_vcycle.sharding.placement import layout_of, optimizer_groups
-from ds_vcycle.sharding.zero import reset_moments, self_test
+from ds_vcycle.sharding.self_test import self_test
+from ds_vcycle.sharding.zero import reset_moments
 from ds_vcycle.train.deepspeed_config import MONITORS, deepspeed_config
 
 

@@ -22,6 +22,7 @@ from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding import zero
 from ds_vcycle.sharding.placement import Layout
 from ds_vcycle.sharding.release import release
+from ds_vcycle.sharding.self_test import self_test
 from ds_vcycle.train.engine import build_engine, gradient_norm, set_lr
 from tests.model_level import batch_for
 
@@ -289,7 +290,7 @@ def self_test_says(case: dict[str, Any]) -> dict[str, Any]:
         engine.optimizer.update_lp_params = lost
     said = ""
     try:
-        zero.self_test(engine, TABLE, Layout(world_size=mesh.world_size, zero_stage=case["stage"], **case["claimed"]))
+        self_test(engine, TABLE, Layout(world_size=mesh.world_size, zero_stage=case["stage"], **case["claimed"]))
     except UserError as error:
         said = str(error)
     after = masters(engine)

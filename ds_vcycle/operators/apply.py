@@ -40,8 +40,11 @@ def sum_block(x_RC: Tensor, rows_R: Tensor, cols_C: Tensor | None, shape: tuple[
 
 
 def prepare_down(x: Tensor, quantity: Quantity) -> Tensor:
-    """What is summed when going down: the value, or the square root of a second moment."""
-    return x.double().sqrt() if quantity == "exp_avg_sq" else x
+    """What is summed when going down: the value, or the square root of a second moment.
+
+    The root is rounded to float32 before the float64 sum, so that the sum is exact and no order of adding shows.
+    """
+    return x.float().sqrt() if quantity == "exp_avg_sq" else x
 
 
 def contributes(child: Child, quantity: Quantity) -> bool:

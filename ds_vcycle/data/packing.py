@@ -45,6 +45,7 @@ def pack(
     document_ends = np.repeat(document_units[1:], np.diff(document_units))
     fitting = np.searchsorted(unit_starts, unit_starts[:-1] + budget, side="right") - 1
     after = np.minimum(fitting, document_ends)  # for a sequence that starts at a unit: one past its last unit
+    assert (after > np.arange(units)).all()  # or following it would never end
     starts = document_units[:-1][np.diff(document_items) >= least]
     onward = np.append(np.where(after < document_ends, after, units), units)
     first = _reachable(starts, onward)

@@ -26,7 +26,7 @@ def tiny_config(tp: int = 1, *, zero_stage: int = 0, **options: Any) -> RunConfi
     return parse_config(
         {
             "model": SIZES | {"tensor_parallel": tp} | options,
-            "training": {"global_batch": 8, "micro_batch": 2, "zero_stage": zero_stage},
+            "training": {"global_batch": 4, "micro_batch": 2, "zero_stage": zero_stage},
             "data": {"path": "unused"},
             "cycle": {"kind": "flat"},
         }

@@ -22,7 +22,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 
 
 def curves(cases: list[tuple[int, dict[str, Any]]]) -> list[dict[int, list[float]]]:
-    """Losses of six steps, per case and ZeRO stage."""
+    """Losses of four steps, per case and ZeRO stage."""
     parallel.init_distributed("cpu")
     found = []
     for tp, options in cases:
@@ -35,7 +35,7 @@ def curves(cases: list[tuple[int, dict[str, Any]]]) -> list[dict[int, list[float
             module = build_model(level, model, precision="fp32", mesh=mesh, seed=4)
             engine = build_engine(module, level, config, mesh)
             set_lr(engine, 1e-2)
-            losses[stage] = [train_step(engine, batch_for(level, samples=2, seed=mesh.dp_rank)) for _ in range(6)]
+            losses[stage] = [train_step(engine, batch_for(level, samples=2, seed=mesh.dp_rank)) for _ in range(4)]
             engine.destroy()
         found.append(losses)
     return found

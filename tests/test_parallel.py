@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ds_vcycle import parallel
 from ds_vcycle.config import ConfigError, UserError
-from tests.dist.ranks import RankFailure, run_ranks, values
+from tests.dist.ranks import RankError, run_ranks, values
 
 
 def layouts() -> dict[str, Any]:
@@ -147,5 +147,5 @@ def dying() -> None:
 def test_a_rank_that_dies_is_reported_by_its_exit_code() -> None:
     results = run_ranks(2, "tests.test_parallel:dying", check=False, grace_s=1)
     assert results[1].exit_code == 137 and results[0].exit_code != 0
-    with pytest.raises(RankFailure, match="rank 1: exit 137"):
+    with pytest.raises(RankError, match="rank 1: exit 137"):
         run_ranks(2, "tests.test_parallel:dying", grace_s=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -40,7 +41,7 @@ class RankResult:
     error: str | None
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """At least one rank raised or died; the message holds every rank's traceback."""
 
 
@@ -66,7 +67,7 @@ def run_ranks(
         args: the same for every rank.
         env: further environment variables.
         timeout_s: all ranks are killed after so many seconds (exit code -9).
-        check: raise :class:`RankFailure` if any rank raised or died; otherwise report it in the results.
+        check: raise :class:`RankError` if any rank raised or died; otherwise report it in the results.
         wait_all: keep waiting for the others when a rank fails; otherwise kill them after ``grace_s``.
         grace_s: see ``wait_all``.
     """
@@ -76,7 +77,7 @@ def run_ranks(
         results = [_result(Path(folder, str(rank)), process) for rank, process in enumerate(processes)]
     failed = [rank for rank, result in enumerate(results) if result.error or result.exit_code]
     if check and failed:
-        raise RankFailure("\n".join(f"rank {r}: exit {results[r].exit_code}: {results[r].error}" for r in failed))
+        raise RankError("\n".join(f"rank {r}: exit {results[r].exit_code}: {results[r].error}" for r in failed))
     return results
 
 
@@ -140,6 +141,7 @@ def _rank_main(target: str, args: tuple[Any, ...], env: dict[str, str], folder: 
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # the server's modules live as long as the rank; scanning them takes seconds per collection
     value, error = None, None
     try:
         module, _, function = target.partition(":")

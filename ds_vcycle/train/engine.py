@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from pydantic import ValidationError
@@ -25,6 +26,8 @@ from ds_vcycle.sharding.placement import layout_of, optimizer_groups
 from ds_vcycle.sharding.self_test import self_test
 from ds_vcycle.sharding.zero import reset_moments
 from ds_vcycle.train.deepspeed_config import MONITORS, deepspeed_config
+
+Monitor = MonitorMaster
 
 
 def build_engine(model: nn.Module, level: Level, config: RunConfig, mesh: Mesh) -> DeepSpeedEngine:
@@ -46,13 +49,29 @@ def build_engine(model: nn.Module, level: Level, config: RunConfig, mesh: Mesh) 
             model=model, optimizer=optimizer, config=settings, mpu=mesh.mpu, dist_init_required=False
         )
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"deepspeed: {problems}; correct it under deepspeed: in the configuration") from error
+        raise _refused(error) from error
     reset_moments(engine)  # at stage 0 in bf16 DeepSpeed has made an empty step already
     if level.zero_stage == 0:
         _clip_before_step(engine, config.optimizer.grad_clip, mesh)
     self_test(engine, table, layout_of(level, config, mesh.world_size))
     return engine
+
+
+def check_settings(level: Level, config: RunConfig, mesh: Mesh) -> None:
+    """Let DeepSpeed read its settings before anything is built or written.
+
+    Raises:
+        ConfigError: see :func:`ds_vcycle.train.deepspeed_config.deepspeed_config`, or DeepSpeed refuses a value.
+    """
+    _quiet(config)
+    monitors = {key: config.deepspeed[key] for key in MONITORS if key in config.deepspeed}
+    try:
+        DeepSpeedConfig({**deepspeed_config(level, config, mesh.world_size), **monitors}, mpu=mesh.mpu)
+    except ValidationError as error:
+        raise _refused(error) from error
+    except (AttributeError, TypeError, ValueError) as error:  # sections it reads without a schema
+        given = ", ".join(config.deepspeed)
+        raise ConfigError(f"deepspeed ({given}): DeepSpeed cannot read it ({error}); correct the values") from error
 
 
 def set_lr(engine: DeepSpeedEngine, lr: float) -> None:
@@ -80,7 +99,12 @@ def build_monitor(config: RunConfig, run_dir: Path) -> MonitorMaster:
     try:
         return MonitorMaster(get_monitor_config(settings))
     except ValidationError as error:
-        raise ConfigError(f"deepspeed: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}; correct it") from error
+        raise _refused(error) from error
+
+
+def _refused(error: ValidationError) -> ConfigError:
+    problems = "; ".join(f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors())
+    return ConfigError(f"deepspeed: {problems}; correct it under deepspeed: in the configuration")
 
 
 def _adamw(model: nn.Module, level: Level, config: RunConfig) -> torch.optim.AdamW:

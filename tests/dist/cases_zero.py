@@ -172,7 +172,7 @@ def place_and_edit(case: dict[str, Any]) -> dict[str, Any]:
         torch.equal(read[p.name].view(-1), _slice(p, mesh, 0, None, salt=5).to(rounding).float()) for p in TABLE
     )
     norms = train_steps(engine, mesh, 2)
-    after, read = masters(engine), low_precision(engine)
+    after, read, state = masters(engine), low_precision(engine), moments(engine)
     agree = all(
         torch.equal(read[f.name].view(-1)[f.start : f.start + f.length], after[f.name].to(rounding).float())
         for f in held
@@ -180,7 +180,8 @@ def place_and_edit(case: dict[str, Any]) -> dict[str, Any]:
     result = {
         "class": type(engine.optimizer).__name__, "fragments": [(f.name, f.start, f.length) for f in held],
         "content": content, "pushed": pushed, "agree": agree, "norms": norms, "adam_step": zero.adam_step(engine),
-        "after": {f.name: (f.start, after[f.name]) for f in held}, "tp_rank": mesh.tp_rank, "dp_rank": mesh.dp_rank,
+        "after": {f.name: (f.start, after[f.name], state[f.name][0]) for f in held},
+        "tp_rank": mesh.tp_rank, "dp_rank": mesh.dp_rank,
         "counters": zero.counters(engine),
     }  # fmt: skip
     release(engine)
@@ -254,8 +255,13 @@ def run(jobs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
     return [globals()[name](case) for name, case in jobs]
 
 
-def reference_steps(scales: list[float], clip: float, steps: int = 2) -> tuple[dict[str, Tensor], list[float]]:
-    """The same steps on whole fp64 weights by plain formulas: Adam, decoupled decay, clipped by the global norm."""
+def reference_steps(
+    scales: list[float], clip: float, steps: int = 2
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Weights, first moments and gradient norms of the same steps on whole fp64 weights, by plain formulas.
+
+    Adam with decoupled decay; gradients clipped by their global norm, which shows in the moments only.
+    """
     weights = {p.name: full_weight(p, salt=5).double() for p in TABLE}
     first = {name: torch.zeros_like(w) for name, w in weights.items()}
     second = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -271,7 +277,7 @@ def reference_steps(scales: list[float], clip: float, steps: int = 2) -> tuple[d
             decay = 0.1 if w.dim() > 1 else 0.0
             update = first[name] / (1 - 0.9**step) / ((second[name] / (1 - 0.95**step)).sqrt() + 1e-8)
             weights[name] = w * (1 - 1e-2 * decay) - 1e-2 * update
-    return weights, norms
+    return weights, first, norms
 
 
 def self_test_says(case: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""A run killed anywhere goes on with the same bits, for ZeRO 1 and 3 at tensor-parallel degree 2 with dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_vcycle.config import RunConfig
+from tests.dist.ranks import RankResult, run_ranks
+from tests.resumed import assert_same_run, last_checkpoint, records, write_config
+from tests.tiny import tiny_run
+
+_CHANGES = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "saving.every_steps": 2}
+
+
+def configuration(run_dir: Path, zero_stage: int) -> RunConfig:
+    """3 + 4 + 3 steps on two levels; checkpoints after steps 2, 3, 5, 7, 9, 10 and both transitions."""
+    return tiny_run(run_dir, tp=2, zero_stage=zero_stage, changes=_CHANGES)
+
+
+def train(config: RunConfig, *arguments: str, fault: str = "") -> list[RankResult]:
+    """``ds-vcycle train`` on two ranks; those that outlive a failing one are ended."""
+    run_dir = config.run_dir
+    file = write_config(config, run_dir.with_suffix(".yaml"))
+    command = ["train", "--config", str(file), *arguments]
+    env = {"DS_VCYCLE_FAULT": fault} if fault else {}
+    target = "tests.dist.cases_resume:command_line"
+    return run_ranks(2, target, [command, str(run_dir.with_suffix(".log"))], env=env, check=False, grace_s=1)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Run directories by ZeRO stage."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    for stage in (1, 3):
+        results = train(configuration(root / str(stage), stage))
+        assert [result.exit_code for result in results] == [0, 0], results
+    return {stage: root / str(stage) for stage in (1, 3)}
+
+
+# (ZeRO stage, where which rank dies; the other rank is ended for it)
+KILLED = [
+    (1, "coalesce.exchanged:1"),
+    (1, "coalesce.filled"),
+    (1, "refine.blended"),
+    (1, "save.manifest@4"),
+    (3, "coalesce.parked"),
+    (3, "refine.exchanged:1"),
+    (3, "save.written@3:1"),
+    (3, "step@6"),
+]
+
+
+@pytest.mark.parametrize(("stage", "fault"), KILLED)
+def test_killed_run_goes_on_with_the_same_bits(
+    tmp_path: Path, uninterrupted: dict[int, Path], stage: int, fault: str
+) -> None:
+    config = configuration(tmp_path / "run", stage)
+    killed = train(config, fault=fault)
+    dying = {int(fault.partition(":")[2])} if ":" in fault else {0, 1}
+    assert {rank for rank, result in enumerate(killed) if result.exit_code == 137} == dying, killed
+    assert all(result.exit_code for result in killed)
+    resumed = train(config, "--resume")
+    assert [result.exit_code for result in resumed] == [0, 0], resumed
+    assert_same_run(config.run_dir, uninterrupted[stage])

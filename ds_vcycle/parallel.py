@@ -292,6 +292,10 @@ def _derived_seed(*key: int) -> int:
 def _start_process_group(backend: str) -> None:
     import deepspeed  # after DS_ACCELERATOR is settled
 
+    if backend == "gloo" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
+        raise UserError(
+            "training.device=cpu: DeepSpeed has chosen another device; set DS_ACCELERATOR=cpu in the environment"
+        )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else the first use compiles an extension (50 s)
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize insists on it
     if not dist.is_initialized() and "RANK" not in os.environ:
@@ -365,7 +369,7 @@ def _point_megatron_at(job: _Job, mesh: Mesh) -> None:
 
 def _replace_cuda_functions() -> None:
     """What Megatron calls on CUDA only, for CPU: where tensors go, and the random states of its recomputation."""
-    setattr(torch.cuda, "current_device", lambda: "cpu")  # noqa: B010
+    vars(torch.cuda)["current_device"] = lambda: "cpu"
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -161,3 +163,21 @@ def test_initial_weights_are_drawn_over_the_real_shape() -> None:
     assert abs(slices(proj).std().item() / (0.02 / 4) - 1) < 0.05
     assert not torch.equal(slices(qkv), slices(table["decoder.layers.4.self_attention.linear_qkv.weight"]))
     assert slices(table["decoder.layers.0.input_layernorm.weight"]).unique().tolist() == [1]
+
+
+def survivors() -> list[str]:
+    """Names of what is still alive of two levels that nobody holds any more."""
+    references = []
+    for options in ({"position": "rope"}, {"architecture": "bert", "sentence_order": True}):
+        level, module = built(**options)
+        sum(module(**batch_for(level))).backward()
+        references += [(type(part).__name__, weakref.ref(part)) for part in module.modules()]
+        references += [(name, weakref.ref(p)) for name, p in module.named_parameters()]
+        del module
+    gc.collect()
+    return [name for name, reference in references if reference() is not None]
+
+
+def test_nothing_keeps_a_past_level_alive() -> None:
+    (found,) = values(1, "tests.test_model_behaviour:survivors")
+    assert found == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, MegatronBertConfig, MegatronBertForPreTraining
 
 from ds_vcycle import parallel
@@ -66,7 +66,7 @@ def gpt2(tied: bool) -> dict[str, float]:
         expected = other(batch["tokens"]).logits
         logits = module.logits(batch["tokens"]).transpose(0, 1)[..., :VOCAB]
         lm_sum, order_sum = module(**batch)
-    losses = F.cross_entropy(expected.double().flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    losses = cross_entropy(expected.double().flatten(0, 1), batch["labels"].flatten(), reduction="none")
     return {
         "logits": (logits - expected).abs().max().item(),
         "spread": expected.std().item(),
@@ -94,8 +94,8 @@ def megatron_bert(tied: bool) -> dict[str, float]:
         logits = module.logits(encoded).transpose(0, 1)[..., :VOCAB]
     real = batch["padding_mask"]
     picked = theirs.prediction_logits.gather(1, batch["masked_positions"][:, :, None].expand(-1, -1, VOCAB))
-    losses = F.cross_entropy(picked.double().flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    order = F.cross_entropy(theirs.seq_relationship_logits.double(), batch["sentence_order"], reduction="sum").item()
+    losses = cross_entropy(picked.double().flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    order = cross_entropy(theirs.seq_relationship_logits.double(), batch["sentence_order"], reduction="sum").item()
     return {
         "logits": (logits - theirs.prediction_logits)[real].abs().max().item(),
         "spread": theirs.prediction_logits.std().item(),

@@ -47,7 +47,8 @@ def build_model(level: Level, model: ModelConfig, *, precision: str, mesh: Mesh,
     _mark_parallel(module, table, mesh)
     module.to(device=mesh.device, dtype=DTYPES[precision])
     if seed is None:
-        torch._foreach_zero_([parameter.data for parameter in module.parameters()])
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
     else:
         fill_initial(
             module,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -47,17 +49,34 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """Run the command line: a :class:`UserError` becomes one message and exit code 2, on every rank."""
-    arguments = _normalised(sys.argv[1:])
+    """The program: run the command line, leave the process group, and exit."""
     try:
-        app(args=arguments, prog_name="ds-vcycle")
+        code = run(sys.argv[1:])
+    finally:
+        parallel = sys.modules.get("ds_vcycle.parallel")  # not imported here: it brings torch, which few verbs need
+        if parallel is not None:
+            parallel.shutdown()
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; a process group that was joined stays.
+
+    A :class:`UserError` becomes one message and exit code 2, on every rank; any other error is a bug and is raised.
+    """
+    try:
+        app(args=_normalised(arguments), prog_name="ds-vcycle")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except UserError as error:
-        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        print(f"{rank}ds-vcycle: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        rank = f"[rank {os.environ.get('RANK', '?')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        sys.stderr.write(f"{rank}ds-vcycle: error: {error}\n")  # one write, so that ranks do not mix within a line
+        sys.stderr.flush()
+        return 2
+    return 0
 
 
-def _normalised(arguments: list[str]) -> list[str]:
+def _normalised(arguments: Sequence[str]) -> list[str]:
     """Drop the launcher's ``--local_rank``; let ``--resume`` stand alone (it then means always)."""
     kept: list[str] = []
     pending = iter(arguments)
@@ -115,26 +134,36 @@ def prepare(
 ) -> None:
     """Turn text into tokens: Megatron `.bin/.idx` files, a tokenizer and prepare.json in one directory.
 
-    Empty and broken documents are left out, counted and named by file and line.
-    """
-    from ds_vcycle.data.prepare import prepare as run
+    Empty and broken documents are left out, counted and named by file and line. Examples:
 
-    report = run(
+    - `ds-vcycle prepare "texts/*.jsonl.gz" --out data/mine --architecture gpt --train-tokenizer bpe --vocab-size 32000`
+
+    - `ds-vcycle prepare texts/ --out data/mine --architecture bert --tokenizer path/to/bert-base-uncased`
+    """
+    from ds_vcycle.data.prepare import prepare as write_corpus
+    from ds_vcycle.data.summary import summary
+
+    report = write_corpus(
         sources=sources, out=out, architecture=architecture, train_tokenizer=train_tokenizer, vocab_size=vocab_size,
         tokenizer=tokenizer, eod_token=eod_token, text_key=text_key, split=split, workers=workers, seed=seed,
         dataset_config=dataset_config, dataset_split=dataset_split, overwrite=overwrite,
     )  # fmt: skip
-    print(report)
+    print(summary(report))
 
 
 @app.command()
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
-    ranks: Annotated[int | None, typer.Option(help="Check the layout for so many ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Check the layout for so many ranks.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing."""
+    """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing.
+
+    Example, with two keys of the file overridden:
+
+    - `ds-vcycle plan --config configs/demo_gpt.yaml --ranks 2 model.tensor_parallel=2 cycle.coarse.steps=800`
+    """
     from rich.console import Console
 
     from ds_vcycle.cycle.overview import overview, to_json
@@ -158,19 +187,24 @@ def train(
 ) -> None:
     """Run a whole cycle: one process by itself, or every rank of `deepspeed --module ds_vcycle train ...`.
 
+    Examples:
+
+    - `ds-vcycle train --config configs/demo_gpt.yaml run_dir=runs/mine training.global_batch=32`
+
+    - `deepspeed --num_gpus 2 --module ds_vcycle train --config configs/demo_gpt.yaml model.tensor_parallel=2 --resume`
+
     Exit code 75: asked to stop by SIGTERM or SIGUSR1, state saved, go on with `--resume`. RUN/status.json says the
     same to other programs.
     """
     settings = load_config(config, overrides)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # on extensions that are not installed and not needed
     from ds_vcycle import parallel
+
+    parallel.init_distributed(settings.training.device)  # first: deepspeed looks for its device when it is imported
     from ds_vcycle.cycle.runner import run_training
     from ds_vcycle.cycle.stopping import EXIT_STOPPED
 
-    try:
-        outcome = run_training(settings, resume=resume)
-    finally:
-        parallel.shutdown()
-    if outcome == "stopped":
+    if run_training(settings, resume=resume) == "stopped":
         raise typer.Exit(EXIT_STOPPED)
 
 
@@ -181,7 +215,10 @@ def compare(
     out: Annotated[Path, typer.Option(help="Where the plot (.png) and the table (.md) go.")] = Path("runs/compare"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs."""
+    """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs.
+
+    Example: `ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo`
+    """
     from rich.console import Console
 
     from ds_vcycle import report

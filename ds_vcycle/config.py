@@ -6,12 +6,23 @@ error names the key, the value and the remedy. Imports no torch, so that ``ds-vc
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from ds_vcycle.explain import explain
+from ds_vcycle.yaml_tree import TreeError, apply_override, read_tree
 
 
 class UserError(ValueError):
@@ -22,7 +33,17 @@ class ConfigError(UserError):
     """A key of the run's configuration is unknown, out of range or contradicts another."""
 
 
-Grouping = Literal["adjacent", "stack", "local_stack"] | list[list[int]]
+def _kind(value: object) -> str:
+    return "#list" if isinstance(value, list) else "#one"
+
+
+# A list or something else, decided before it is validated: a wrong value is then one error, not one per possibility.
+_list_or_one = Discriminator(_kind)
+Grouping = Annotated[
+    Annotated[Literal["adjacent", "stack", "local_stack"], Tag("#one")]
+    | Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Tag("#list")],
+    _list_or_one,
+]
 EmbeddingPolicy = Literal["lossless", "reference"]
 DepthPolicy = Literal["copy", "split", "first"]
 MomentPolicy = Literal["reset", "map"]
@@ -31,7 +52,15 @@ MomentPolicy = Literal["reset", "map"]
 class Section(BaseModel):
     """A part of the tree: frozen, and a key it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Without this, pydantic takes ``layers: yes`` for one layer."""
+        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"{str(value).lower()} is given where no switch is expected; give a value, or remove it")
+        return value
 
 
 class ModelConfig(Section):
@@ -76,6 +105,8 @@ class ModelConfig(Section):
             raise ValueError("position=rope is not supported for bert; set position=learned")
         if self.architecture == "gpt" and self.sentence_order:
             raise ValueError("sentence_order=true is for bert; remove it")
+        if self.position == "rope" and (self.head_dim or self.hidden // self.heads) % 2:
+            raise ValueError("position=rope turns pairs of features and needs an even head_dim; set an even head_dim")
         return self
 
 
@@ -167,7 +198,18 @@ class CycleConfig(Section):
             raise ValueError(f"phases is given but kind={self.kind}; remove phases or set kind=phases")
         if self.kind == "V" and self.levels < 2:
             raise ValueError(f"kind=V needs levels >= 2, not {self.levels}; raise it or set kind=flat")
+        if self.kind == "phases" and self.levels not in (CycleConfig.model_fields["levels"].default, self.visited):
+            raise ValueError(f"levels={self.levels} but the phases visit {self.visited}; remove levels")
         return self
+
+    @property
+    def visited(self) -> int:
+        """How many levels the cycle visits."""
+        if self.kind == "flat":
+            return 1
+        if self.kind == "V":
+            return self.levels
+        return max(max(p.train or 1, (p.coalesce or 0) + 1, (p.refine or 0) + 1) for p in self.phases)
 
 
 class OperatorsConfig(Section):
@@ -185,7 +227,7 @@ class OptimizerConfig(Section):
     """AdamW."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     grad_clip: float = Field(1.0, ge=0, description="global norm; 0 switches clipping off")
@@ -222,7 +264,9 @@ class Blend(Section):
 class DataConfig(Section):
     """Directories written by ``ds-vcycle prepare``."""
 
-    path: Path | list[Blend] = Field(description="one prepared directory, or a list of {path, weight}")
+    path: Annotated[
+        Annotated[Path, Tag("#one")] | Annotated[list[Blend], Field(min_length=1), Tag("#list")], _list_or_one
+    ] = Field(description="one prepared directory, or a list of {path, weight}")
     mask_probability: float = Field(0.15, gt=0, lt=1, description="BERT: share of tokens predicted")
     seed: int = Field(1234, ge=0)
 
@@ -271,6 +315,15 @@ class RunConfig(Section):
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="further DeepSpeed settings")
     run_dir: Path = Path("runs/run")
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        share = DataConfig.model_fields["mask_probability"].default
+        if self.model.architecture == "gpt" and self.data.mask_probability != share:
+            raise ValueError(
+                f"data.mask_probability={self.data.mask_probability} is for model.architecture=bert; remove it"
+            )
+        return self
+
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file, apply dotted overrides (``key.sub=value``, the value in YAML) and validate the whole.
@@ -283,14 +336,15 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
             f"--config {path}: no such file; give the path of a run's YAML file, e.g. configs/demo_gpt.yaml"
         )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not readable as YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of sections (model, training, data, ...)")
-    for override in overrides or []:
-        _apply_override(tree, override)
-    return parse_config(tree, source=str(path))
+        tree = read_tree(path)
+    except TreeError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    try:
+        for override in overrides or []:
+            apply_override(tree, override)
+    except TreeError as error:
+        raise ConfigError(str(error)) from error
+    return parse_config(tree, source=f"{path} and overrides" if overrides else str(path))
 
 
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> RunConfig:
@@ -298,72 +352,6 @@ def parse_config(tree: dict[str, Any], *, source: str = "config") -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from error
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"override {override!r}: expected key.sub=value, e.g. model.tensor_parallel=2")
-    try:
-        value = yaml.safe_load(text)
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string; users mean the number
-            value = float(value) if value.replace("e", "").replace("-", "").replace("+", "").isdigit() else value
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
-    node: Any = tree
-    *parents, last = key.split(".")
-    for depth, part in enumerate(parents):
-        where = ".".join(parents[: depth + 1])
-        if isinstance(node, list):
-            node = node[_list_index(node, part, override)]
-        else:
-            if node.get(part) is None:
-                node[part] = {}
-            node = node[part]
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"override {override!r}: {where} is a value, not a section")
-    if isinstance(node, list):
-        node[_list_index(node, last, override)] = value
-    else:
-        node[last] = value
-
-
-def _list_index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
-        raise ConfigError(f"override {override!r}: {part!r} is not an index of a list of {len(node)} (counting from 0)")
-    return int(part)
-
-
-def _explain(error: Any) -> str:
-    """One line for one pydantic error: key, value, remedy."""
-    loc = [str(p) for p in error["loc"] if not str(p).startswith(("list[", "literal[", "function-"))]
-    key = ".".join(loc)
-    if error["type"] == "extra_forbidden":
-        known = _known_keys(loc[:-1])
-        close = difflib.get_close_matches(loc[-1], known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(sorted(known))}"
-        return f"unknown key {key!r}; {hint}"
-    if error["type"] == "missing":
-        return f"key {key!r} is missing; add it"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{key or 'config'}: {message}"
-    return f"{key}={error['input']!r}: {message[0].lower() + message[1:]}"
-
-
-def _known_keys(path: list[str]) -> list[str]:
-    model: Any = RunConfig
-    for part in path:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        args = [annotation, *getattr(annotation, "__args__", ())]
-        nested = [a for a in args if isinstance(a, type) and issubclass(a, BaseModel)]
-        nested += [
-            b for a in args for b in getattr(a, "__args__", ()) if isinstance(b, type) and issubclass(b, BaseModel)
-        ]
-        if not nested:
-            return []
-        model = nested[0]
-    return list(model.model_fields)
+        errors = error.errors()
+        unknown = [entry for entry in errors if entry["type"] == "extra_forbidden"]  # often the misspelt missing one
+        raise ConfigError("\n".join(f"{source}: {explain(e, RunConfig)}" for e in unknown or errors)) from error

@@ -51,23 +51,14 @@ class Level:
     groupings: GroupingsConfig
 
 
-def level_count(config: RunConfig) -> int:
-    """How many levels the cycle visits."""
-    cycle = config.cycle
-    if cycle.kind == "flat":
-        return 1
-    if cycle.kind == "V":
-        return cycle.levels
-    return max(max(p.train or 1, (p.coalesce or 0) + 1, (p.refine or 0) + 1) for p in cycle.phases)
-
-
 def resolve_levels(config: RunConfig) -> tuple[Level, ...]:
     """Resolve every level of the run.
 
     Raises:
-        ConfigError: a size cannot be halved, does not divide over its tensor-parallel ranks, or an override is left over.
+        ConfigError: a size cannot be halved, does not divide over its tensor-parallel ranks, or an override is left
+            over.
     """
-    count = level_count(config)
+    count = config.cycle.visited
     if config.cycle.kind != "flat" and len(config.levels) > count:
         raise ConfigError(f"levels has {len(config.levels)} entries but the cycle visits {count}; remove the rest")
     overrides = [*config.levels, *[LevelConfig()] * count][:count]
@@ -90,7 +81,7 @@ def resolve_levels(config: RunConfig) -> tuple[Level, ...]:
     padded = -(-config.model.vocab_size // unit) * unit
     levels = [replace(level, shape=replace(level.shape, padded_vocab=padded)) for level in levels]
     for level in levels:
-        _check_tensor_parallel(level)
+        _check_tensor_parallel(level, config.model)
     return tuple(levels)
 
 
@@ -109,8 +100,8 @@ def data_parallel(level: Level, *, world_size: int, global_batch: int) -> tuple[
     dp = world_size // tp
     if global_batch % (dp * level.micro_batch):
         raise ConfigError(
-            f"level {level.index}: training.global_batch={global_batch} is not a multiple of micro_batch={level.micro_batch}"
-            f" x {dp} data-parallel ranks; change one of them"
+            f"level {level.index}: training.global_batch={global_batch} is not a multiple of micro_batch="
+            f"{level.micro_batch} x {dp} data-parallel ranks; change one of them"
         )
     return dp, global_batch // (dp * level.micro_batch)
 
@@ -120,6 +111,11 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
     if finer is None:
         if override.hidden or override.layers or override.heads or override.kv_groups or override.ffn:
             raise ConfigError("levels.0 is the model itself; give its sizes under model, not under levels.0")
+        if override.groupings:
+            raise ConfigError(
+                "levels.0.groupings: a level's groupings map the level above to it, and there is none above level 1; "
+                "set levels.1.groupings or operators.groupings"
+            )
         sizes = {"layers": model.layers, "hidden": model.hidden, "ffn": model.ffn or 4 * model.hidden}
         per_group = model.heads // kv_groups
         head_dim = model.head_dim or model.hidden // model.heads
@@ -136,8 +132,8 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
             kv_groups = _half(finer.kv_groups, "heads" if per_group == 1 else "kv_groups", index)
         if override.heads and override.heads != kv_groups * per_group:
             raise ConfigError(
-                f"level {index}: heads={override.heads} with kv_groups={kv_groups} changes the {per_group} query heads per "
-                f"group, which all levels share; set heads={kv_groups * per_group}"
+                f"level {index}: heads={override.heads} with kv_groups={kv_groups} changes the {per_group} query heads "
+                f"per group, which all levels share; set heads={kv_groups * per_group}"
             )
         for key, value in (*sizes.items(), ("kv_groups", kv_groups)):
             if value > getattr(finer, key):
@@ -155,17 +151,24 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
 def _half(value: int, key: str, index: int) -> int:
     if value % 2:
         raise ConfigError(
-            f"level {index}: {key} of level {index - 1} is {value}, which cannot be halved; set levels.{index - 1}.{key}"
+            f"level {index}: {key} of level {index - 1} is {value}, which cannot be halved; set "
+            f"levels.{index - 1}.{key}"
         )
     return value // 2
 
 
-def _check_tensor_parallel(level: Level) -> None:
+def _check_tensor_parallel(level: Level, model: ModelConfig) -> None:
     tp = level.tensor_parallel
+    if model.sequence_parallel and model.sequence_length % tp:
+        raise ConfigError(
+            f"level {level.index}: model.sequence_length={model.sequence_length} is not divisible by tensor_parallel="
+            f"{tp}, as model.sequence_parallel=true needs; change one of them"
+        )
     for key in ("kv_groups", "ffn"):
         value = getattr(level.shape, key)
         if value % tp:
             name = "heads" if key == "kv_groups" and level.shape.heads_per_group == 1 else key
             raise ConfigError(
-                f"level {level.index}: {name}={value} is not divisible by tensor_parallel={tp}; change {name} or tensor_parallel"
+                f"level {level.index}: {name}={value} is not divisible by tensor_parallel={tp}; change {name} or "
+                "tensor_parallel"
             )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
-from ds_vcycle.checkpoint.store import Checkpoint, open_checkpoint, prune, set_latest
+from ds_vcycle.checkpoint.store import find_latest, prune, set_latest
 from ds_vcycle.cycle.checks import RunPlan
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.progress import RunProgress
-from ds_vcycle.cycle.saving import read_staged, run_state, save_engine, save_parked
+from ds_vcycle.cycle.saving import Restored, all_finite, run_state, save_engine, save_parked
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train
 from ds_vcycle.cycle.stopping import StopFlag, Stopped
 from ds_vcycle.cycle.transition import Fragments, fill, masters, refine_into, stage_down, stage_up
@@ -22,16 +23,17 @@ from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
 from ds_vcycle.model.build import build_model
-from ds_vcycle.parallel import mesh_for, raise_together, seed_ranks, set_rng_state
+from ds_vcycle.parallel import any_rank, mesh_for, raise_together, seed_ranks, set_rng_state
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import Layout, layout_of
 from ds_vcycle.sharding.release import release
 from ds_vcycle.sharding.zero import Engine, set_counters
-from ds_vcycle.train.engine import build_engine, build_monitor
+from ds_vcycle.train.engine import Monitor, build_engine, build_monitor
 from ds_vcycle.train.flops import predicted_positions, step_flops
 from ds_vcycle.train.loop import StepResult, TrainingError, train_step
 from ds_vcycle.train.lr import learning_rate
 from ds_vcycle.train.metrics import (
+    MetricsError,
     MetricsWriter,
     Place,
     Record,
@@ -66,7 +68,8 @@ class LiveRun:
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
         self.flag = flag
         self._metrics: MetricsWriter | None = None
-        self._monitor = build_monitor(plan.config, plan.config.run_dir)
+        self._monitor: Monitor | None = None
+        self._unwritten: MetricsError | None = None
         self._pending: list[_Measured] = []
         self._held_out: float = math.nan
         self._lap = time.perf_counter()
@@ -77,46 +80,23 @@ class LiveRun:
         """Start at the first phase with level 1 initialised from the seed."""
         config = self.plan.config
         seed_ranks(config.training.seed, self.mesh)
-        self._open_metrics(resume_at=(-1, 0) if (config.run_dir / "metrics.jsonl").exists() else None)
+        self._open_records(resume_at=(-1, 0) if (config.run_dir / "metrics.jsonl").exists() else None)
         self.engine = self._build(self.plan.level(1), seed=config.training.seed)
         self._lap = time.perf_counter()
 
-    def restore(self, checkpoint: Checkpoint, position: Position) -> None:
-        """Go on from a checkpoint. What is stored is verified on every rank before an engine is built.
-
-        Raises:
-            CheckpointError: on every rank, naming the file and the parameter.
-        """
-        error, staged = None, None
-        level = self.plan.level(position.level)
-        self.mesh = mesh_for(level.tensor_parallel)
-        embedding = self.plan.config.operators.embedding
-        try:
-            staged = read_staged(checkpoint, level, self._layout(level), self.mesh, embedding)
-            for index, name in position.parked.items():
-                parked_level = self.plan.level(index)
-                mesh = mesh_for(parked_level.tensor_parallel)
-                with open_checkpoint(checkpoint.directory.parent / name) as parked:
-                    held = read_staged(parked, parked_level, self._layout(parked_level), mesh, embedding)
-                self.parked[index] = held.master
-            same_ranks = checkpoint.world_size == self.mesh.world_size
-            random_states = checkpoint.extras(self.mesh.rank) if same_ranks else None
-        except ValueError as problem:
-            error = problem
-        raise_together(error)
-        assert staged is not None
-        self.position = position
-        self._open_metrics(resume_at=(position.phase, position.phase_step))
-        seed_ranks(self.plan.config.training.seed, self.mesh)
-        self.engine = self._build(level)
-        fill(self.engine, staged)
-        set_counters(self.engine, checkpoint.state["counters"])
-        if random_states is not None:
-            set_rng_state(random_states)
+    def restore(self, held: Restored) -> None:
+        """Go on from what a checkpoint held (:func:`ds_vcycle.cycle.saving.read_run`)."""
+        self.position, self.parked = held.position, held.parked
+        self._open_records(resume_at=(held.position.phase, held.position.phase_step))
+        seed_ranks(self.plan.config.training.seed + held.position.totals.steps, self.mesh)  # kept if none are stored
+        self.engine = self._build(self.plan.level(held.position.level))
+        fill(self.engine, held.staged)
+        set_counters(self.engine, held.counters)
+        if held.random_states is not None:
+            set_rng_state(held.random_states)
         else:
             self.progress.note("warning: another number of ranks than before: random generators are seeded anew")
-        self.progress.note(f"resumed from {checkpoint.directory}")
-        checkpoint.close()
+        self.progress.note(f"resumed from {held.directory}")
         self._lap = time.perf_counter()
 
     def close(self) -> None:
@@ -196,7 +176,11 @@ class LiveRun:
         self._arrived(phase, fine, before)
 
     def evaluate(self) -> None:
-        """Record the held-out loss here; its time is not counted."""
+        """Record the held-out loss here; its time is not counted.
+
+        Raises:
+            TrainingError: it is not finite, so the weights are worth no checkpoint.
+        """
         self._count_seconds()
         config, level = self.plan.config, self.plan.level(self.position.level)
         batches = evaluation_batches(
@@ -208,12 +192,22 @@ class LiveRun:
         )
         self._held_out = held_out_loss(self._live(), batches, self.mesh)
         place, totals = self.position.place, self.position.totals
+        if not math.isfinite(self._held_out):
+            raise self._not_finite(place, f"held-out loss {self._held_out}")
         self._write(evaluation_record(place, loss=self._held_out, samples=config.evaluation.samples, totals=totals))
-        self._monitor.write_events([("evaluation/loss", self._held_out, totals.steps)])
+        self._show([("evaluation/loss", self._held_out, totals.steps)])
+        raise_together(self._unwritten)
         self._lap = time.perf_counter()
 
     def save(self) -> None:
-        """Write a checkpoint of this position, make it the latest, and remove what is no longer needed."""
+        """Write a checkpoint of this position, make it the latest, and remove what is no longer needed.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are as they were.
+            TrainingError: weights or moments are not finite; nothing is written.
+        """
+        if any_rank(not all_finite(self._live())):
+            raise self._not_finite(self.position.place, "weights or Adam's moments that are not finite")
         self._count_seconds()
         before, name = self.position.totals, self.position.name
         root = self.plan.config.run_dir / "checkpoints"
@@ -234,6 +228,7 @@ class LiveRun:
         self._count_seconds()
         place, after = self.position.place, self.position.totals
         self._write(save_record(place, path=f"checkpoints/{name}", before=before, after=after))
+        raise_together(self._unwritten)
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -276,7 +271,7 @@ class LiveRun:
         events: list[tuple[str, float, int]] = []
         for measured, (loss, norm) in zip(self._pending, values, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise TrainingError(measured.place, loss, norm, self.plan.config.run_dir / "checkpoints")
+                raise self._not_finite(measured.place, f"loss {loss}, gradient norm {norm}")
             record = step_record(
                 measured.place, loss=loss, lr=measured.lr, grad_norm=norm, before=measured.before, after=measured.after
             )
@@ -284,13 +279,14 @@ class LiveRun:
             step = measured.place.step
             events += [("train/loss", loss, step), ("train/lr", measured.lr, step), ("train/grad_norm", norm, step)]
             events.append(("train/tokens_per_second", record.tokens_per_second, step))
-        self._monitor.write_events(events)
+        self._show(events)
         held_out = f" held-out {self._held_out:.4f}" if math.isfinite(self._held_out) else ""
         self.progress.update(
             self.position.phase_step,
             f"loss {loss:.4f}{held_out} lr {measured.lr:.2e} {record.tokens_per_second:,.0f} tok/s",
         )
         self._pending.clear()
+        raise_together(self._unwritten)
 
     def _arrived(self, phase: Coalesce | Refine, level: Level, before: Totals) -> None:
         """A change of level is done: record its cost and the held-out loss after it."""
@@ -329,7 +325,8 @@ class LiveRun:
         transition = self.plan.transitions[phase.fine]
         return Geometry(plan=transition, fine=self._layout(transition.fine), coarse=self._layout(transition.coarse))
 
-    def _open_metrics(self, *, resume_at: tuple[int, int] | None) -> None:
+    def _open_records(self, *, resume_at: tuple[int, int] | None) -> None:
+        self._monitor = build_monitor(self.plan.config, self.plan.config.run_dir)
         error = None
         if self.mesh.rank == 0:
             try:
@@ -339,8 +336,24 @@ class LiveRun:
         raise_together(error)
 
     def _write(self, record: Record) -> None:
-        if self._metrics is not None:
-            self._metrics.write(record)
+        """Record on rank 0. A failure is kept for the next point where all ranks can raise it together."""
+        if self._metrics is not None and self._unwritten is None:
+            try:
+                self._metrics.write(record)
+            except OSError as error:
+                self._unwritten = _cannot_write(self.plan.config.run_dir / "metrics.jsonl", error)
+
+    def _show(self, events: list[tuple[str, float, int]]) -> None:
+        """Give values to the monitor; failures as in :meth:`_write`."""
+        if self._monitor is not None and self._unwritten is None:
+            try:
+                self._monitor.write_events(events)
+            except OSError as error:
+                self._unwritten = _cannot_write(self.plan.config.run_dir / "tensorboard", error)
+
+    def _not_finite(self, place: Place, problem: str) -> TrainingError:
+        root = self.plan.config.run_dir / "checkpoints"
+        return TrainingError(place, problem, find_latest(root) if root.is_dir() else None)
 
     def _seconds(self) -> float:
         """Wall time since the last call or evaluation."""
@@ -350,3 +363,10 @@ class LiveRun:
 
     def _count_seconds(self) -> None:
         self.position = replace(self.position, totals=self.position.totals.after_seconds(self._seconds()))
+
+
+def _cannot_write(path: Path, error: OSError) -> MetricsError:
+    return MetricsError(
+        f"{path} cannot be written ({error.strerror or error}); free space or mend the permissions, then go on with "
+        "--resume"
+    )

@@ -7,10 +7,12 @@ in a checkpoint; a run killed anywhere goes on from the last one with the same b
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 import yaml
@@ -18,14 +20,15 @@ import yaml
 from ds_vcycle import parallel
 from ds_vcycle.checkpoint.store import Checkpoint, find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, UserError
-from ds_vcycle.cycle.checks import RunPlan, check_run, check_run_dir
+from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
 from ds_vcycle.cycle.live import LiveRun
-from ds_vcycle.cycle.position import position_from
-from ds_vcycle.cycle.saving import check_resumable, versions
+from ds_vcycle.cycle.position import Position, position_from
+from ds_vcycle.cycle.saving import check_resumable, gather_objects, read_run, versions
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnings_for
-from ds_vcycle.cycle.stopping import Stopped, stop_signals, write_status
+from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
 
 Resume = Literal["never", "always", "auto"]
+T = TypeVar("T")
 
 
 def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["finished", "stopped"]:
@@ -41,41 +44,65 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
     """
     parallel.init_distributed(config.training.device)
     plan, checkpoint = _checked(config, resume)
-    rank = dist.get_rank()
-    if rank == 0:
-        _describe(plan)
-    with stop_signals() as flag:
-        run = LiveRun(plan, flag)
+    if checkpoint is not None and _ended(plan, checkpoint):
+        return "finished"
+    held = None if checkpoint is None else read_run(checkpoint, config, plan.levels)
+    _together(lambda: _describe(plan) if dist.get_rank() == 0 else None)
+    with stop_signals() as flag, closing(LiveRun(plan, flag)) as run:
         try:
-            if checkpoint is None:
+            if held is None:
                 run.begin()
             else:
-                run.restore(checkpoint, position_from(checkpoint.state["position"]))
+                run.restore(held)
             _walk(run)
         except Stopped:
-            _status(run, "stopped", {"signal": flag.signal})
+            asked = [reason for reason in gather_objects(run.mesh, flag.reason) if reason is not None]
+            _status(run, "stopped", {"reason": asked[0]})
             return "stopped"
         except Exception as error:
-            _status(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+            with suppress(OSError):  # what ended the run is what the user must see
+                _write_status(plan, run.position, "failed", {"error": f"{type(error).__name__}: {error}"})
             raise
-        finally:
-            run.close()
-    _status(run, "finished", {})
+        _status(run, "finished", {})
     return "finished"
 
 
+def _ended(plan: RunPlan, checkpoint: Checkpoint) -> bool:
+    """Whether nothing is left to do; says so. All stays as it is, but for a mark that a kill at the very end spared."""
+    position = position_from(checkpoint.state["position"])
+    if position.next_phase < len(plan.phases):
+        return False
+    checkpoint.close()
+    if dist.get_rank() == 0:
+        print(f"{plan.config.run_dir} holds a finished run ({checkpoint.directory}): nothing to do", file=sys.stderr)
+        if read_status(plan.config.run_dir) != "finished":
+            _write_status(plan, position, "finished", {})
+    return True
+
+
 def _checked(config: RunConfig, resume: Resume) -> tuple[RunPlan, Checkpoint | None]:
-    """Check on every rank, then agree: all go on, or all raise the same error."""
-    plan, checkpoint, error = None, None, None
-    try:
+    """Check on every rank, then agree: all go on, or all raise the same error. Nothing is written."""
+
+    def check() -> tuple[RunPlan, Checkpoint | None]:
         check_run_dir(config.run_dir, resuming=resume != "never")
         plan = check_run(config, dist.get_world_size())
-        checkpoint = _checkpoint(plan, resume)
-    except UserError as problem:
-        error = problem
-    parallel.raise_together(error)
-    assert plan is not None
+        return plan, _checkpoint(plan, resume)
+
+    plan, checkpoint = _together(check)
+    meshes = {level.tensor_parallel: parallel.mesh_for(level.tensor_parallel) for level in plan.levels}
+    _together(lambda: check_models(plan, meshes))
     return plan, checkpoint
+
+
+def _together(work: Callable[[], T]) -> T:
+    """Do something on every rank that needs no other rank; all return, or all raise the lowest failing rank's error."""
+    try:
+        value = work()
+    except Exception as error:
+        parallel.raise_together(error)
+        raise
+    parallel.raise_together(None)
+    return value
 
 
 def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:
@@ -85,7 +112,7 @@ def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:
     latest = find_latest(root) if root.is_dir() else None
     if latest is None:
         if resume == "always":
-            raise UserError(f"--resume: {root} holds no checkpoint; start without --resume, or with --resume auto")
+            raise UserError(f"--resume: {root} holds no checkpoint; start anew with --resume auto")
         return None
     checkpoint = open_checkpoint(latest)
     check_resumable(checkpoint, plan.config, plan.phases)
@@ -95,11 +122,17 @@ def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:
 def _describe(plan: RunPlan) -> None:
     """Write what the run is: the resolved configuration, the phase list, the versions."""
     run_dir: Path = plan.config.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config = yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False)
-    (run_dir / "config.yaml").write_text(config, encoding="utf-8")
-    (run_dir / "phases.json").write_text(json.dumps(to_records(plan.phases), indent=1) + "\n", encoding="utf-8")
-    (run_dir / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n", encoding="utf-8")
+    texts = {
+        "config.yaml": yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False),
+        "phases.json": json.dumps(to_records(plan.phases), indent=1) + "\n",
+        "versions.json": json.dumps(versions(), indent=1) + "\n",
+    }
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (run_dir / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir} cannot be written ({error.strerror}); set another run_dir") from error
 
 
 def _walk(run: LiveRun) -> None:
@@ -122,15 +155,17 @@ def _walk(run: LiveRun) -> None:
             raise Stopped
 
 
-def _status(
-    run: LiveRun, status: Literal["running", "stopped", "finished", "failed"], details: dict[str, object]
-) -> None:
-    if run.mesh.rank == 0:
-        position = run.position
-        place = {
-            "phase": position.phase,
-            "of": len(run.plan.phases),
-            "level": position.level,
-            "step": position.totals.steps,
-        }
-        write_status(run.plan.config.run_dir, status, {**place, **details})
+def _status(run: LiveRun, status: Status, details: Mapping[str, object]) -> None:
+    """Write RUN/status.json on rank 0; all ranks return, or all raise."""
+    try:
+        _write_status(run.plan, run.position, status, details)
+    except OSError as error:
+        problem = f"{run.plan.config.run_dir}/status.json cannot be written ({error.strerror}); free space"
+        parallel.raise_together(UserError(problem))
+    parallel.raise_together(None)
+
+
+def _write_status(plan: RunPlan, position: Position, status: Status, details: Mapping[str, object]) -> None:
+    if dist.get_rank() == 0:
+        place = {"phase": position.phase, "of": len(plan.phases), "level": position.level}
+        write_status(plan.config.run_dir, status, {**place, "step": position.totals.steps, **details})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,44 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_vcycle
-from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError, FlatRange, StoredFragment, is_writer, save
+from ds_vcycle.checkpoint.store import (
+    Checkpoint,
+    CheckpointError,
+    FlatRange,
+    StoredFragment,
+    is_writer,
+    open_checkpoint,
+    save,
+)
 from ds_vcycle.config import EmbeddingPolicy, RunConfig
-from ds_vcycle.cycle.position import Position
+from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.schedule import Phase, first_difference, from_records, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
-from ds_vcycle.parallel import Mesh, rng_state
+from ds_vcycle.parallel import Mesh, mesh_for, raise_together, rng_state
 from ds_vcycle.schema import Parameter, parameters
-from ds_vcycle.sharding.placement import Layout, rank_placements
+from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
 from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
+from ds_vcycle.train.deepspeed_config import MONITORS
 
-_FREE = {"run_dir", "evaluation", "saving", "logging"}  # sections that may change at a resume
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a checkpoint held for this rank; no random states if another number of ranks wrote it."""
+
+    directory: Path
+    position: Position
+    staged: Staged
+    parked: dict[int, Fragments]
+    random_states: dict[str, Tensor] | None
+    counters: Mapping[str, int]
+
+
+# What may change at a resume, as patterns of dotted keys: where and what is written, and how the ranks share the work
+_FREE = (
+    "run_dir", "evaluation.*", "saving.*", "logging.*", "*.zero_stage", "*.micro_batch", "deepspeed.log_level",
+    *(f"deepspeed.{monitor}.*" for monitor in MONITORS),
+)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -79,11 +107,57 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
         raise CheckpointError(f"{checkpoint.directory}: {difference}; {remedy}")
     recorded, wanted = (_flat(tree) for tree in (state["config"], config.model_dump(mode="json")))
     for key in sorted(recorded.keys() | wanted.keys()):
-        if key.split(".")[0] not in _FREE and recorded.get(key) != wanted.get(key):
+        if recorded.get(key) != wanted.get(key) and not any(fnmatchcase(key, pattern) for pattern in _FREE):
             raise CheckpointError(
                 f"{checkpoint.directory}: {key} is {recorded.get(key)!r} in the run and {wanted.get(key)!r} in the "
                 f"configuration; {remedy}"
             )
+
+
+def all_finite(engine: Engine) -> bool:
+    """Whether this rank's masters and moments are numbers throughout."""
+    return all(bool(value.isfinite().all()) for held in fragments(engine) for value in _tensors(held).values())
+
+
+def read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:
+    """Read what a checkpoint holds for this rank, checksums verified. Collective: all ranks return, or all raise.
+
+    Raises:
+        CheckpointError: on every rank, naming the file and the parameter.
+    """
+    error, held = None, None
+    try:
+        with checkpoint:
+            held = _read_run(checkpoint, config, levels)
+    except ValueError as problem:
+        error = problem
+    raise_together(error)
+    assert held is not None
+    return held
+
+
+def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:
+    position = position_from(checkpoint.state["position"])
+
+    def staged(source: Checkpoint, index: int) -> Staged:
+        level = levels[index - 1]
+        mesh = mesh_for(level.tensor_parallel)
+        layout = layout_of(level, config, mesh.world_size)
+        return read_staged(source, level, layout, mesh, config.operators.embedding)
+
+    parked: dict[int, Fragments] = {}
+    for index, name in position.parked.items():
+        with open_checkpoint(checkpoint.directory.parent / name) as other:
+            parked[index] = staged(other, index).master
+    same_ranks = checkpoint.world_size == dist.get_world_size()
+    return Restored(
+        directory=checkpoint.directory,
+        position=position,
+        staged=staged(checkpoint, position.level),
+        parked=parked,
+        random_states=checkpoint.extras(dist.get_rank()) if same_ranks else None,
+        counters=checkpoint.state["counters"],
+    )
 
 
 def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy) -> Staged:
@@ -159,7 +233,9 @@ def _read(checkpoint: Checkpoint, ranges: Mapping[str, FlatRange], key: str) -> 
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested tree as dotted keys."""
-    if isinstance(tree, dict) and tree:
+    """A nested tree as dotted keys, sections in a list by their index; an empty section has none."""
+    if isinstance(tree, list) and all(isinstance(value, dict) for value in tree):
+        tree = dict(enumerate(tree))
+    if isinstance(tree, dict):
         return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
     return {prefix.rstrip("."): tree}

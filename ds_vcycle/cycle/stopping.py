@@ -1,7 +1,8 @@
 """Asked to stop: signals set a flag, ranks agree on it between steps, and the run directory says how a run ended.
 
 The launcher signals ranks one after another and hides their exit codes, so nothing is saved inside a handler, and
-``status.json`` is what other programs should read.
+``status.json`` is what other programs should read. The ``deepspeed`` command itself forwards no signal: it dies and
+leaves the ranks behind, so a rank whose launcher has gone takes that as a request to stop.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import psutil
+
 Status = Literal["running", "stopped", "finished", "failed"]
 EXIT_STOPPED = 75  # EX_TEMPFAIL: nothing is wrong, start again with --resume
+_LAUNCHERS = {"deepspeed", "ds", "deepspeed.launcher.launch", "deepspeed.launcher.runner"}  # what they are started as
 
 
 class Stopped(Exception):  # noqa: N818 - an outcome, not an error
@@ -25,16 +29,48 @@ class Stopped(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class StopFlag:
-    """Whether this process was sent SIGTERM or SIGUSR1, and which."""
+    """Whether this rank is asked to stop: it was sent SIGTERM or SIGUSR1, or its launcher has gone."""
 
     def __init__(self) -> None:
-        self.signal: str | None = None
+        self._signal: str | None = None
+        self._parents = _launchers()
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name (the first one's), or ``launcher gone``."""
+        if self._signal is None and _orphaned(self._parents):
+            self._signal = "launcher gone"
+        return self._signal
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
+        self._signal = self._signal or signal.Signals(number).name
+
+
+def _launchers() -> tuple[int, ...]:
+    """Process ids above this rank that belong to the ``deepspeed`` launcher, nearest first; none without it.
+
+    A rank's parent is ``deepspeed.launcher.launch``, whose parent on a single node is the ``deepspeed`` command. What
+    is above them, a shell perhaps, may go without any meaning.
+    """
+    found: list[int] = []
+    with suppress(psutil.Error):
+        process = psutil.Process().parent()
+        while process is not None and any(Path(part).name in _LAUNCHERS for part in process.cmdline()[:4]):
+            found.append(process.pid)
+            process = process.parent()
+    return tuple(found)
+
+
+def _orphaned(parents: tuple[int, ...]) -> bool:
+    """Whether one of these ancestors, nearest first, has ended: its child then has another parent, or has ended too."""
+    try:
+        children = (os.getpid(), *parents)
+        return any(psutil.Process(child).ppid() != parent for child, parent in zip(children, parents, strict=False))
+    except psutil.Error:
+        return True
 
 
 @contextmanager
@@ -55,3 +91,12 @@ def write_status(run_dir: Path, status: Status, details: Mapping[str, Any]) -> N
     temporary = run_dir / f".status.{os.getpid()}"
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(run_dir / "status.json")
+
+
+def read_status(run_dir: Path) -> str | None:
+    """How RUN/status.json says the run ended; None if there is none, or it cannot be read."""
+    try:
+        found = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)

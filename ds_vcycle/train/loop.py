@@ -22,13 +22,13 @@ Batch: TypeAlias = Mapping[str, Tensor]
 
 
 class TrainingError(UserError):
-    """Training cannot go on: the loss or the gradient norm is not finite."""
+    """Training cannot go on: a loss, a gradient norm or the weights are not finite."""
 
-    def __init__(self, place: Place, loss: float, grad_norm: float, checkpoints: Path) -> None:
+    def __init__(self, place: Place, problem: str, kept: Path | None) -> None:
+        checkpoint = f"the last checkpoint, {kept}, is from before" if kept else "there is no checkpoint yet"
         super().__init__(
             f"phase {place.phase} (level {place.level}), step {place.phase_step} of it, step {place.step} of the run: "
-            f"loss {loss}, gradient norm {grad_norm}; the last checkpoint in {checkpoints} is from before and is kept; "
-            "lower the phase's learning rate or lengthen its warm-up, and start again"
+            f"{problem}; {checkpoint}; lower the phase's learning rate or lengthen its warm-up, and start again"
         )
 
 

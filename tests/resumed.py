@@ -1,4 +1,4 @@
-"""What two runs left, compared bit for bit."""
+"""Runs on several ranks, and what two of them left, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from ds_vcycle.checkpoint.store import find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig
+from tests.dist.cases_resume import Attempt, Outcome
+from tests.dist.ranks import values
 
 _WALL_TIME = {"seconds", "step_seconds", "own_seconds", "tokens_per_second"}
 
@@ -70,3 +72,17 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(json.dumps(opened.state))
     state["position"]["totals"].pop("seconds")
     return {key: state[key] for key in ("position", "phases", "adam_step", "counters")}
+
+
+def attempts(*todo: Attempt, world_size: int = 2) -> list[Outcome]:
+    """The attempts' outcomes in one launch; every rank must have had the same."""
+    by_rank = values(world_size, "tests.dist.cases_resume:attempts", [todo])
+    for other in by_rank[1:]:
+        assert list(map(_message, other)) == list(map(_message, by_rank[0]))
+    found: list[Outcome] = by_rank[0]
+    return found
+
+
+def _message(outcome: Outcome) -> str:
+    """Without the error's kind, which only the failing rank knows."""
+    return outcome.text.partition(": ")[2] or outcome.text

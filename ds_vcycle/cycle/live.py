@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -103,7 +104,8 @@ class LiveRun:
         """Let go of the engine, the progress bar and the files."""
         self.progress.close()
         if self._metrics is not None:
-            self._metrics.close()
+            with suppress(OSError):  # what a full disk refused is reported by :meth:`_write`
+                self._metrics.close()
         if self.engine is not None:
             self._release()
 

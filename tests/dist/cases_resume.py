@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,49 +16,71 @@ from unittest import mock
 
 import torch
 
-from ds_vcycle import cli, parallel
-from ds_vcycle.checkpoint import store
+from ds_vcycle import cli
 from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle import live, runner
 from ds_vcycle.cycle.runner import Resume, run_training
 from ds_vcycle.sharding.zero import fragments
 
+# Where a run can be disturbed: the function that is about to be called
+_POINTS: dict[str, tuple[Any, str]] = {
+    "begin": (live.LiveRun, "begin"),
+    "step": (live, "train_step"),
+    "evaluation": (live, "held_out_loss"),
+    "coalesce": (live, "stage_down"),
+    "park": (live, "save_parked"),
+    "refine": (live, "refine_into"),
+    "save": (live, "save_engine"),
+    "record": (live.MetricsWriter, "write"),
+    "describe": (runner, "_describe"),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One call of ``run_training``; ``disturb`` is ``POINT@COUNT:RANK:WHAT`` (see :func:`_disturbed`)."""
+    """One call of ``run_training``, disturbed at ``POINT@COUNT:RANK:WHAT`` if given.
+
+    WHAT: a signal's name; ``poison``: a weight becomes NaN; ``full``: no file can grow beyond 1,000 bytes any more.
+    """
 
     config: RunConfig
     resume: Resume = "never"
     disturb: str = ""
 
 
-def command_line(arguments: Sequence[str], log: str) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """``finished``, ``stopped``, or the kind and text of the user's error; and what status.json says then."""
+
+    text: str
+    status: dict[str, Any]
+
+
+def command_line(arguments: Sequence[str], log: str, disturb: str = "") -> None:
     """``ds-vcycle ARGUMENTS`` on this rank; what it prints to stderr goes to LOG.RANK."""
     sys.argv = ["ds-vcycle", *arguments]
-    with Path(f"{log}.{os.environ['RANK']}").open("w") as file, contextlib.redirect_stderr(file):
+    with Path(f"{log}.{os.environ['RANK']}").open("w") as file, contextlib.redirect_stderr(file), _disturbed(disturb):
         cli.main()
 
 
-def attempts(todo: Sequence[Attempt]) -> list[str]:
-    """Each attempt's outcome, one after another in one job: ``finished``, ``stopped`` or the error's kind and text."""
+def attempts(todo: Sequence[Attempt]) -> list[Outcome]:
+    """Each attempt's outcome, one after another in one job."""
     return [_attempt(attempt) for attempt in todo]
 
 
-def _attempt(attempt: Attempt) -> str:
+def _attempt(attempt: Attempt) -> Outcome:
     with _disturbed(attempt.disturb):
         try:
-            return run_training(attempt.config, resume=attempt.resume)
+            text: str = run_training(attempt.config, resume=attempt.resume)
         except UserError as error:
-            return f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
+    torch.distributed.barrier()
+    path = attempt.config.run_dir / "status.json"
+    return Outcome(text=text, status=json.loads(path.read_text()) if path.exists() else {})
 
 
 @contextlib.contextmanager
 def _disturbed(what: str) -> Iterator[None]:
-    """Do ``WHAT`` on rank RANK when POINT is reached for the COUNT-th time.
-
-    POINT is one of :data:`_POINTS`. WHAT: a signal's name; ``poison`` a weight with NaN; ``full``: the disk is.
-    """
     if not what:
         yield
         return
@@ -70,27 +93,16 @@ def _disturbed(what: str) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == int(count) and int(rank) == int(os.environ["RANK"]):
+        if calls == int(count) and rank == os.environ["RANK"]:
             _act(action, args)
         return original(*args, **kwargs)
 
-    with mock.patch.object(owner, name, replacement):
-        yield
-
-
-_POINTS: dict[str, tuple[Any, str]] = {
-    "start": (runner.LiveRun, "begin"),
-    "step": (live, "train_step"),
-    "evaluation": (live, "held_out_loss"),
-    "down": (live, "stage_down"),
-    "up": (live, "refine_into"),
-    "save": (live, "save_engine"),
-    "write": (store, "write_shard"),
-    "park": (live, "save_parked"),
-    "metrics": (live.MetricsWriter, "write"),
-    "latest": (live, "set_latest"),
-    "describe": (runner, "_describe"),
-}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with mock.patch.object(owner, name, replacement):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def _act(action: str, args: Sequence[Any]) -> None:
@@ -98,13 +110,6 @@ def _act(action: str, args: Sequence[Any]) -> None:
         with torch.no_grad():
             fragments(args[0])[-1].master[0] = torch.nan
     elif action == "full":
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     else:
         os.kill(os.getpid(), signal.Signals[action])
-
-
-def other_ranks_layout(config: RunConfig, resume: Resume) -> str:
-    """One attempt, then leave the process group: for launches of unlike sizes on one run directory."""
-    outcome = _attempt(Attempt(config=config, resume=resume))
-    parallel.shutdown()
-    return outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,13 @@ def read_manifest(directory: Path) -> Manifest:
         raise DataError(f"data.path={directory}: holds no {MANIFEST}; give a directory written by ds-vcycle prepare")
     try:
         return Manifest.model_validate_json(path.read_text(encoding="utf-8"))
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a manifest of this version ({error}); run ds-vcycle prepare again") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise DataError(f"{path}: not a manifest of this version ({problem}); run ds-vcycle prepare again") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); copy it again or run ds-vcycle prepare again") from error
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
@@ -133,7 +139,11 @@ def open_split(directory: Path, manifest: Manifest, split: Split) -> TokenFile:
                 f"{path}: damaged, expected {expected} bytes, found {path.stat().st_size}; copy it again or run "
                 "ds-vcycle prepare again"
             )
-    return _map(directory / split, record)
+    try:
+        _check_header(directory / f"{split}.idx", record, manifest.dtype)
+        return _map(directory / split, record)
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); mend its permissions") from error
 
 
 def new_builder(path: Path, dtype: str) -> Any:
@@ -155,6 +165,19 @@ def close_builder(builder: Any, directory: Path, split: Split) -> SplitRecord:
         idx_bytes=index.stat().st_size,
         bin_sha256=digest,
     )
+
+
+def _check_header(path: Path, record: SplitRecord, dtype: str) -> None:
+    """Megatron's reader fails on a wrong one only in part, and takes another dtype as it comes."""
+    header = _indexed()._INDEX_HEADER
+    code = _indexed().DType.code_from_dtype(getattr(np, dtype))
+    expected = header + struct.pack("<QBQQ", 1, code, record.items, record.documents + 1)
+    with path.open("rb") as stream:
+        if stream.read(len(expected)) != expected:
+            raise DataError(
+                f"{path}: damaged, not the index of {record.items} items and {record.documents} documents of {dtype} "
+                "ids; copy it again or run ds-vcycle prepare again"
+            )
 
 
 def _map(prefix: Path, record: SplitRecord) -> TokenFile:

@@ -185,7 +185,7 @@ def train(
         typer.Option(help="`--resume`: go on from the last checkpoint in run_dir; `auto`: if there is one."),
     ] = "never",
 ) -> None:
-    """Run a whole cycle: one process by itself, or every rank of `deepspeed --module ds_vcycle train ...`.
+    """Run a whole cycle: one process by itself, or every rank of a launch by `deepspeed`.
 
     Examples:
 

@@ -13,6 +13,7 @@ from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.maps import AxisMap
 from ds_vcycle.operators.plan import plan_transition
 from ds_vcycle.schema import parameter_count
+from ds_vcycle.train.deepspeed_config import check_extras
 from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops, step_flops
 from ds_vcycle.train.lr import LrSchedule
 
@@ -114,6 +115,8 @@ def overview(config: RunConfig, *, ranks: int | None = None) -> Overview:
         UserError: whatever in the configuration cannot be run, ranks that do not divide included.
     """
     levels, phases = resolve_levels(config), expand(config)
+    for level in levels:
+        check_extras(level, config)
     positions = predicted_positions(levels[0].shape, config.data.mask_probability)
     batch = config.training.global_batch
     costs = {level.index: step_flops(level.shape, samples=batch, predicted_positions=positions) for level in levels}

@@ -308,7 +308,10 @@ class LiveRun:
     def _build(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; without a seed its weights are to be filled."""
         config = self.plan.config
-        self.mesh = mesh_for(level.tensor_parallel)
+        mesh = mesh_for(level.tensor_parallel)
+        if mesh is not self.mesh:  # other ranks than before must draw the same dropout now
+            seed_ranks(config.training.seed + 1 + self.position.phase, mesh)
+        self.mesh = mesh
         model = build_model(level, config.model, precision=config.training.precision, mesh=self.mesh, seed=seed)
         return build_engine(model, level, config, self.mesh)
 

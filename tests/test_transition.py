@@ -1,0 +1,123 @@
+"""Transitions on live engines over two ranks: bit for bit what one process does to whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vcycle.config import RunConfig
+from tests.dist.cases_transition import BLENDS
+from tests.dist.ranks import values
+from tests.tiny import tiny_run
+
+LAYOUTS = [(tp, stage, precision) for tp, stage, precision in itertools.product((1, 2), (0, 1, 2, 3), ("fp32", "bf16"))]
+SWIGLU = {
+    "model.activation": "swiglu", "model.heads": 8, "model.kv_groups": 4, "model.position": "rope",
+    "model.normalization": "rmsnorm",
+}  # fmt: skip
+STACKED = {"operators.groupings": {"hidden": "stack", "head": "stack", "ffn": "stack", "layer": "stack"}}
+UNEQUAL = {
+    "operators.groupings": {"head": [[0, 1, 2], [3]], "layer": [[0], [1, 2, 3]]}, "operators.depth_residual": "copy",
+}  # fmt: skip
+SPLIT = {"operators.depth_residual": "split", "operators.embedding": "reference"}
+UNTIED = {"model.tied_embeddings": False, "operators.depth_residual": "split"}
+
+
+def _case(architecture: str, tp: int, stage: int, precision: str, changes: dict[str, Any], name: str = "") -> Any:
+    return (f"{architecture}-tp{tp}-zero{stage}-{precision}{name}", (architecture, tp, stage, precision, changes))
+
+
+CASES: dict[str, Any] = dict(
+    [
+        *(_case("gpt", tp, stage, precision, {}) for tp, stage, precision in LAYOUTS),
+        _case("bert", 1, 0, "bf16", {}),
+        _case("bert", 2, 1, "fp32", {}),
+        _case("bert", 1, 2, "fp32", SPLIT, "-reference"),
+        _case("bert", 2, 3, "bf16", {}),
+        _case("gpt", 2, 1, "bf16", SWIGLU, "-swiglu"),
+        _case("gpt", 2, 3, "fp32", STACKED, "-stacked"),
+        _case("gpt", 1, 1, "fp32", UNEQUAL, "-unequal"),
+        _case("gpt", 1, 3, "bf16", UNTIED, "-untied"),
+    ]
+)
+PRODUCT: dict[str, Any] = dict(
+    _case(architecture, tp, stage, precision, changes, name)
+    for architecture, (tp, stage, precision) in itertools.product(("gpt", "bert"), LAYOUTS)
+    for name, changes in (("-stacked", STACKED), ("-unequal", UNEQUAL), ("-reference", SPLIT))
+)
+
+
+def _configs(cases: dict[str, Any], folder: Path) -> dict[str, RunConfig]:
+    configs = {}
+    for name, (architecture, tp, stage, precision, changes) in cases.items():
+        changes = {"training.global_batch": 4, "training.micro_batch": 2, **changes}
+        configs[name] = tiny_run(
+            folder / name, architecture, tp=tp, zero_stage=stage, precision=precision, changes=changes
+        )
+    return configs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every rank's results by case."""
+    return values(2, "tests.dist.cases_transition:run", [_configs(CASES, tmp_path_factory.mktemp("runs"))])
+
+
+@pytest.fixture(scope="module")
+def product_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every rank's results by case, of the full product."""
+    configs = _configs(PRODUCT, tmp_path_factory.mktemp("runs"))
+    return values(2, "tests.dist.cases_transition:run", [configs], timeout_s=1800)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_live_transitions_equal_the_operators_on_whole_tensors(results, name):
+    assert [rank[name]["problems"] for rank in results] == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PRODUCT)
+def test_live_transitions_equal_the_operators_in_every_layout(product_results, name):
+    assert [rank[name]["problems"] for rank in product_results] == [[], []]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_down_and_up_with_alpha_0_and_beta_1_keeps_the_held_out_loss(results, name):
+    for rank in results:
+        assert rank[name]["after"] == rank[name]["before"]
+
+
+def _adjacent_on_whole_ranks(name: str) -> bool:
+    """Adjacent groups of equal sizes, and fragments that end where groups do: TP 2, ZeRO 0, or ZeRO 3's halves."""
+    _, tp, stage, _, _ = CASES[name]
+    return not name.endswith(("-stacked", "-unequal")) and (tp == 2 or stage in (0, 3))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_coarse_data_crosses_ranks_and_none_where_groups_do_not(results, name):
+    for rank in results:
+        crossed, elements = rank[name]["crossed"], rank[name]["coarse_elements"]
+        down = [*crossed["down"].values(), *crossed["up"].values()]
+        assert [len(sent) for sent in down] == [1, 3, 0, 1, 0, 1]  # C x is needed where alpha + beta is not 1
+        assert [len(sent) for sent in crossed["into"].values()] == [0, 3, 3, 3]
+        sums = [sent for exchange in down for sent in exchange]
+        copies = [sent for exchange in crossed["into"].values() for sent in exchange]
+        assert max(sums) <= 8 * elements and max(copies) <= 4 * elements
+        if _adjacent_on_whole_ranks(name):
+            assert sum(sums) + sum(copies) == 0
+
+
+def test_bytes_do_cross_where_the_layout_makes_them(results):
+    """The counter counts: flat ZeRO halves cut a layer group, stacked groups span tensor-parallel ranks."""
+    for name in ("gpt-tp1-zero1-fp32", "gpt-tp1-zero2-bf16", "gpt-tp2-zero3-fp32-stacked"):
+        assert all(sum(rank[name]["crossed"]["down"]["reset"]) > 0 for rank in results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_staging_calls_no_collective_but_the_exchange_and_the_agreement_on_adams_step(results, name):
+    for rank in results:
+        others = [call for call in rank[name]["collectives"] if call[0] != "all_to_all_single"]
+        assert set(others) <= {("all_reduce", 8)}

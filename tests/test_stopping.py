@@ -58,6 +58,31 @@ def _place(found: dict[str, object]) -> tuple[object, ...]:
     return found["status"], found["reason"], found["phase"], found["step"]
 
 
+def test_three_levels_and_a_phase_that_ends_early(tmp_path: Path) -> None:
+    """BERT on two data-parallel ranks: stopped with two levels parked, with one, and after ``until_loss``."""
+    changes = {
+        "cycle": {
+            "kind": "V", "levels": 3, "initial": {"steps": 1}, "coarse": {"steps": 5, "until_loss": 99.0},
+            "final": {"steps": 2},
+        },
+        "model.dropout": 0.1, "saving.every_steps": 1,
+    }  # fmt: skip
+    whole, config = (
+        tiny_run(tmp_path / name, "bert", zero_stage=2, changes=changes) for name in ("whole", "interrupted")
+    )
+    disturbances = ("coalesce@2:1:SIGTERM", "evaluation@1:0:SIGUSR1", "refine@1:1:SIGTERM", "step@1:0:SIGTERM", "")
+    todo = [Attempt(config=config, resume="auto", disturb=disturb) for disturb in disturbances]
+    first, *stopped, end = attempts(Attempt(config=whole), *todo)
+    assert [first.text, end.text] == ["finished", "finished"]
+    assert [(o.text, o.status["phase"], o.status["step"]) for o in stopped] == [
+        ("stopped", 3, 2),
+        ("stopped", 4, 4),  # its first evaluation, after two of five steps, ended the phase
+        ("stopped", 5, 4),
+        ("stopped", 6, 6),
+    ]
+    assert_same_run(config.run_dir, whole.run_dir)
+
+
 # (where the disk of which rank is full, which file cannot be written)
 FULL = [
     ("save@1:1:full", "rank-00001.safetensors"),

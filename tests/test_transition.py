@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ds_vcycle.config import RunConfig
-from tests.dist.cases_transition import BLENDS
 from tests.dist.ranks import values
 from tests.tiny import tiny_run
 

@@ -1,0 +1,238 @@
+"""Whole runs over one and two ranks: every layout runs to its end, records what it did, and trains the same curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_vcycle.config import RunConfig
+from ds_vcycle.cycle.overview import overview
+from ds_vcycle.cycle.schedule import Train, expand
+from ds_vcycle.train.metrics import EvaluationRecord, SaveRecord, StepRecord, TransitionRecord, read_metrics
+from tests.dist.cases_cycle import Census, Outcome
+from tests.dist.ranks import values
+from tests.tiny import tiny_run
+
+LONGER = {"cycle.initial": {"steps": 5}, "cycle.coarse": {"steps": 6}, "cycle.final": {"steps": 5}}
+EXPLICIT = {
+    "cycle": {
+        "kind": "phases",
+        "phases": [
+            {"train": 1, "steps": 2, "lr": 1e-3}, {"coalesce": 1}, {"train": 2, "steps": 3}, {"coalesce": 2},
+            {"train": 3, "steps": 1, "warmup_steps": 0}, {"refine": 2, "alpha": 0.5}, {"coalesce": 2},
+            {"refine": 2, "alpha": 0.3, "beta": 0.3}, {"train": 2, "steps": 2},
+        ],
+    },
+    "saving": {"every_steps": 1, "keep_last": 1},
+    "logging.tensorboard": True,
+}  # fmt: skip
+THREE = {
+    "model.heads": 8,
+    "cycle.levels": 3,
+    "operators.moments": "reset",
+    "levels": [{}, {"steps": 3}, {"steps": 2, "lr": 1e-2}],
+}
+UNTIL = {"cycle.coarse": {"steps": 9, "until_loss": 99.0}, "cycle.final": {"steps": 3, "until_loss": 0.01}}
+UNLIKE = {**LONGER, "levels": [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}]}
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+WIDER = {**DROPOUT, "levels": [{}, {"tensor_parallel": 2}]}  # the coarse level's ranks must begin to draw alike
+FIVE_CYCLES = {
+    "cycle": {
+        "kind": "phases",
+        "phases": [*[{"train": 1, "steps": 1}, {"coalesce": 1}, {"train": 2, "steps": 1}, {"refine": 1}] * 5,
+                   {"train": 1, "steps": 1}],
+    },
+    "model.hidden": 64, "model.ffn": 8192, "model.sequence_length": 8, "training.global_batch": 2,
+    "training.micro_batch": 1, "evaluation": {"every_steps": 5, "samples": 2}, "logging.tensorboard": True,
+}  # fmt: skip
+FLAT = {"cycle": {"kind": "flat", "flat": {"steps": 5}}}
+
+ONE: dict[str, dict[str, Any]] = {
+    "one": {"tp": 1, "zero_stage": 0, "changes": LONGER},
+    "one-bert": {"architecture": "bert", "changes": LONGER},
+    "accumulate-4": {"zero_stage": 2, "changes": {**LONGER, "training.micro_batch": 1}},
+    "accumulate-1": {"zero_stage": 3, "changes": {**LONGER, "training.micro_batch": 4}},
+}
+TWO: dict[str, dict[str, Any]] = {
+    **{
+        f"tp{tp}-zero{stage}": {"tp": tp, "zero_stage": stage, "changes": LONGER}
+        for tp in (1, 2)
+        for stage in (0, 1, 2, 3)
+    },
+    "tp1-zero2-bf16": {"zero_stage": 2, "precision": "bf16"},
+    "tp2-zero3-bf16": {"tp": 2, "zero_stage": 3, "precision": "bf16"},
+    "unlike": {"tp": 2, "changes": UNLIKE},
+    "bert-tp2-zero2": {"architecture": "bert", "tp": 2, "zero_stage": 2, "changes": LONGER},
+    "bert-tp1-zero3": {"architecture": "bert", "zero_stage": 3, "changes": LONGER},
+    "three-levels": {"tp": 2, "changes": {**THREE, **DROPOUT}},
+    "wider-dropout": {"tp": 1, "changes": WIDER},
+    "explicit": {"tp": 1, "zero_stage": 1, "changes": EXPLICIT},
+    "until-loss": {"tp": 2, "zero_stage": 0, "changes": UNTIL},
+    "flat": {"tp": 2, "zero_stage": 1, "changes": FLAT},
+}
+ALL = [*ONE, *TWO]
+CURVES = {
+    "one": ["accumulate-4", "accumulate-1", "unlike", *(name for name in TWO if name in
+            {f"tp{tp}-zero{stage}" for tp in (1, 2) for stage in (0, 1, 2, 3)})],
+    "one-bert": ["bert-tp2-zero2", "bert-tp1-zero3"],
+}  # fmt: skip
+
+
+class Run:
+    """A run that has ended."""
+
+    def __init__(self, config: RunConfig, outcomes: list[Outcome]) -> None:
+        self.config, self.outcomes, self.directory = config, outcomes, config.run_dir
+        self.records = read_metrics(config.run_dir / "metrics.jsonl")
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def checkpoints(self) -> set[str]:
+        return {path.name for path in (self.directory / "checkpoints").iterdir() if path.is_dir()}
+
+
+def _all(world_size: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Run]:
+    configs = {name: tiny_run(folder / name, **case) for name, case in cases.items()}
+    ranks = values(world_size, "tests.dist.cases_cycle:runs", [configs])
+    return {name: Run(config, [rank[name] for rank in ranks]) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Every run by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {**_all(1, ONE, folder), **_all(2, TWO, folder)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_ends_says_so_and_is_not_run_over(done, name):
+    run = done[name]
+    for outcome in run.outcomes:
+        assert outcome.ended == "finished"
+        assert outcome.unlike == []
+        assert f"run_dir={run.directory} already holds a run" in outcome.again and "--resume" in outcome.again
+    status = json.loads((run.directory / "status.json").read_text())
+    phases = expand(run.config)
+    assert (status["status"], status["phase"], status["of"]) == ("finished", len(phases) - 1, len(phases))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_step_is_recorded_once_and_costs_what_the_plan_said(done, name):
+    run = done[name]
+    steps, phases = run.of(StepRecord), expand(run.config)
+    assert [record.step for record in steps] == list(range(1, len(steps) + 1))
+    assert [record.phase for record in run.records] == sorted(record.phase for record in run.records)
+    if name == "until-loss":
+        return
+    planned = overview(run.config)
+    for phase in planned.phases:
+        own = [record for record in steps if record.phase == phase.index]
+        assert [record.phase_step for record in own] == list(range(1, phase.steps + 1))
+        assert {record.level for record in own} <= {getattr(phases[phase.index], "level", None)}
+        assert sum(record.step_tokens for record in own) == phase.tokens
+        assert sum(record.step_flops for record in own) == phase.flops
+    last = run.records[-1]
+    assert isinstance(last, SaveRecord) and last.seconds > 0
+    evaluation = run.of(EvaluationRecord)[-1]
+    assert (evaluation.tokens, evaluation.flops) == (planned.tokens, planned.flops)
+    assert evaluation.flops_blocks == planned.flops_blocks
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_transitions_and_evaluations_come_in_the_order_of_the_phases(done, name):
+    run = done[name]
+    phases, every = expand(run.config), run.config.evaluation.every_steps
+    made = [(record.phase, record.kind, record.fine, record.level) for record in run.of(TransitionRecord)]
+    wanted = [phase for phase in phases if not isinstance(phase, Train)]
+    assert made == [
+        (p.index, type(p).__name__.lower(), p.fine, p.coarse if type(p).__name__ == "Coalesce" else p.fine)
+        for p in wanted
+    ]
+    evaluated = {(record.phase, record.phase_step) for record in run.of(EvaluationRecord)}
+    assert {(phase.index, 1) for phase in wanted} <= evaluated
+    if name != "until-loss":
+        for phase in (p for p in phases if isinstance(p, Train)):
+            expected = {(phase.index, step) for step in (*range(every, phase.steps, every), phase.steps)}
+            assert {place for place in evaluated if place[0] == phase.index} == expected
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_checkpoints_are_kept_as_asked_with_what_they_refer_to(done, name):
+    run = done[name]
+    saved = [Path(record.path).name for record in run.of(SaveRecord)]
+    parked = {"parked-01-level-1"} if name == "explicit" else set()  # it ends at level 2
+    assert run.checkpoints() == {*saved[-run.config.saving.keep_last :], *parked}
+    if name == "explicit":
+        assert saved == [
+            "step-00000001-phase-00", "step-00000002-phase-00", "step-00000002-phase-01", "step-00000003-phase-02",
+            "step-00000004-phase-02", "step-00000005-phase-02", "step-00000005-phase-03", "step-00000006-phase-04",
+            "step-00000006-phase-05", "step-00000006-phase-06", "step-00000006-phase-07", "step-00000007-phase-08",
+            "step-00000008-phase-08",
+        ]  # fmt: skip
+
+
+def test_until_loss_ends_a_phase_at_its_first_evaluation_below(done):
+    steps = done["until-loss"].of(StepRecord)
+    taken = {phase: sum(record.phase == phase for record in steps) for phase in (0, 2, 4)}
+    assert taken == {0: 3, 2: 2, 4: 3}  # evaluated every second step; the last phase never gets to 0.01
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "flat"])
+def test_every_phase_learns(done, name):
+    """The held-out loss is finite, below its start, and does not jump at a change of level."""
+    losses = [record.loss for record in done[name].of(EvaluationRecord)]
+    assert all(0 < loss < 6.5 for loss in losses)
+    assert losses[-1] < losses[0]
+
+
+def test_tensorboard_shows_the_recorded_losses(done):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = done["explicit"]
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert shown == [(record.step, pytest.approx(record.loss, rel=1e-6)) for record in run.of(StepRecord)]
+    assert len(events.Scalars("evaluation/loss")) == len(run.of(EvaluationRecord))
+
+
+@pytest.mark.parametrize(("reference", "name"), [(one, name) for one, names in CURVES.items() for name in names])
+def test_the_training_curve_does_not_depend_on_the_layout(done, reference, name):
+    """In fp32 without dropout: losses of every step and held-out losses to 1e-4, the gradient norm to 0.1 %."""
+    one, other = done[reference], done[name]
+    for kind, value, tolerance in (
+        (StepRecord, "loss", {"abs": 1e-4}),
+        (EvaluationRecord, "loss", {"abs": 1e-4}),
+        (StepRecord, "grad_norm", {"rel": 1e-3}),
+        (StepRecord, "lr", {"rel": 1e-12}),
+    ):
+        wanted = [getattr(record, value) for record in one.of(kind)]
+        assert [getattr(record, value) for record in other.of(kind)] == pytest.approx(wanted, **tolerance)
+    assert len(one.of(StepRecord)) == 16
+
+
+@pytest.fixture(scope="module")
+def census(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Census]]:
+    """Every rank's counts over ten transitions, for ZeRO 1 and 3."""
+    folder = tmp_path_factory.mktemp("runs")
+    configs = {f"zero{stage}": tiny_run(folder / str(stage), zero_stage=stage, changes=FIVE_CYCLES) for stage in (1, 3)}
+    return values(2, "tests.dist.cases_cycle:leaks", [configs])
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_ten_transitions_leave_nothing_behind(census, name):
+    """Weights, optimizers and modules die before the next engine is built; descriptors, threads, memory stay flat.
+
+    The fine level's weights alone are 17 MB: one engine kept alive shows four times over in the 4 MB allowed.
+    """
+    for counts in (rank[name] for rank in census):
+        assert counts.alive == [0] * 12 and counts.shells == 0
+        first, later, ended = slice(1, 5), slice(5, 11), 11  # two cycles, three cycles, and what is left at the end
+        assert max(counts.descriptors[later]) == max(counts.descriptors[first]) >= counts.descriptors[ended]
+        assert max(counts.threads[later]) == max(counts.threads[first]) >= counts.threads[ended]
+        assert max(counts.resident[later]) - max(counts.resident[first]) < 4 << 20
+        assert counts.resident[ended] < max(counts.resident[first])

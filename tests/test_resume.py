@@ -8,14 +8,17 @@ import pytest
 
 from ds_vcycle.config import RunConfig
 from tests.dist.ranks import RankResult, run_ranks
-from tests.resumed import assert_same_run, last_checkpoint, records, write_config
+from tests.resumed import assert_same_run, write_config
 from tests.tiny import tiny_run
 
-_CHANGES = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "saving.every_steps": 2}
+_CHANGES = {
+    "model.layers": 2, "model.dropout": 0.1, "model.attention_dropout": 0.1, "training.micro_batch": 4,
+    "cycle.coarse.steps": 3, "cycle.final.steps": 2, "evaluation.samples": 4, "saving.every_steps": 2,
+}  # fmt: skip
 
 
 def configuration(run_dir: Path, zero_stage: int) -> RunConfig:
-    """3 + 4 + 3 steps on two levels; checkpoints after steps 2, 3, 5, 7, 9, 10 and both transitions."""
+    """3 + 3 + 2 steps on two levels."""
     return tiny_run(run_dir, tp=2, zero_stage=zero_stage, changes=_CHANGES)
 
 
@@ -39,7 +42,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {stage: root / str(stage) for stage in (1, 3)}
 
 
-# (ZeRO stage, where which rank dies; the other rank is ended for it)
+# (ZeRO stage, where a rank dies or all do; a rank that is left is ended for it). Saves are passed in this order: step
+# 2, phase 0, the parked level, coalesce, step 5, phase 2, refine, phase 4.
 KILLED = [
     (1, "coalesce.exchanged:1"),
     (1, "coalesce.filled"),
@@ -48,19 +52,36 @@ KILLED = [
     (3, "coalesce.parked"),
     (3, "refine.exchanged:1"),
     (3, "save.written@3:1"),
-    (3, "step@6"),
+    (3, "step@6, fill.written"),  # and again while the resumed run restores its weights
+]
+FURTHER = [
+    (1, "coalesce.begin:0"),
+    (3, "coalesce.staged"),
+    (1, "refine.begin"),
+    (3, "refine.staged:1"),
+    (1, "refine.filled"),
+    (3, "refine.done:0"),
+    (1, "save.begin@5:1"),
+    (3, "save.committed@6:1"),
+    (1, "save.latest@4:0"),
+    (3, "prune.renamed@1:0"),
+    (1, "step@8:1"),
+    (3, "save.latest@7:0"),  # the run's last
 ]
 
 
-@pytest.mark.parametrize(("stage", "fault"), KILLED)
+@pytest.mark.parametrize(
+    ("stage", "faults"), [*KILLED, *(pytest.param(*case, marks=pytest.mark.full) for case in FURTHER)]
+)
 def test_killed_run_goes_on_with_the_same_bits(
-    tmp_path: Path, uninterrupted: dict[int, Path], stage: int, fault: str
+    tmp_path: Path, uninterrupted: dict[int, Path], stage: int, faults: str
 ) -> None:
     config = configuration(tmp_path / "run", stage)
-    killed = train(config, fault=fault)
-    dying = {int(fault.partition(":")[2])} if ":" in fault else {0, 1}
-    assert {rank for rank, result in enumerate(killed) if result.exit_code == 137} == dying, killed
-    assert all(result.exit_code for result in killed)
+    for number, fault in enumerate(faults.split(", ")):
+        killed = train(config, *["--resume"] * min(number, 1), fault=fault)
+        dying = {int(fault.partition(":")[2])} if ":" in fault else {0, 1}
+        assert {rank for rank, result in enumerate(killed) if result.exit_code == 137} == dying, killed
+        assert all(result.exit_code for result in killed)
     resumed = train(config, "--resume")
     assert [result.exit_code for result in resumed] == [0, 0], resumed
     assert_same_run(config.run_dir, uninterrupted[stage])

@@ -89,8 +89,10 @@ class Parameter:
         size = self.dims[dim].size
         if dim != self.tp_dim:
             return ((0, size),)
-        run, per_part = size // self.tp_stride // tp, size // self.tp_stride
-        return tuple((part * per_part + rank * run, part * per_part + (rank + 1) * run) for part in range(self.tp_stride))
+        per_part = size // self.tp_stride
+        run = per_part // tp
+        starts = (part * per_part + rank * run for part in range(self.tp_stride))
+        return tuple((start, start + run) for start in starts)
 
 
 def parameters(shape: ModelShape, embedding: EmbeddingPolicy = "lossless") -> tuple[Parameter, ...]:
@@ -172,7 +174,9 @@ def _plain(name: str, *dims: Dim, tp_dim: int | None = None, initial: Initial = 
     return Parameter(template=name, layer=None, dims=dims, tp_dim=tp_dim, initial=initial)
 
 
-def _norm(shape: ModelShape, name: str, role: Role, layer: int | None = None, dim: Dim | None = None) -> list[Parameter]:
+def _norm(
+    shape: ModelShape, name: str, role: Role, layer: int | None = None, dim: Dim | None = None
+) -> list[Parameter]:
     dims = (dim or _hidden(shape, role),)
     table = [Parameter(template=f"{name}.weight", layer=layer, dims=dims, initial="one")]
     if shape.normalization == "layernorm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ds_vcycle.cycle.saving import Restored, all_finite, run_state, save_engine,
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train
 from ds_vcycle.cycle.stopping import StopFlag, Stopped
 from ds_vcycle.cycle.transition import Fragments, fill, masters, refine_into, stage_down, stage_up
-from ds_vcycle.data.batches import evaluation_batches, step_batches
+from ds_vcycle.data.batches import Batch, Prefetcher, evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
@@ -120,22 +121,23 @@ class LiveRun:
         """
         config = self.plan.config
         self.progress.phase(phase.index, str(phase), phase.steps, self.position.phase_step)
-        while self.position.phase_step < phase.steps:
-            stop = self._step(phase)
-            step = self.position.phase_step
-            last = step == phase.steps
-            if stop or last or step % config.logging.every_steps == 0:
-                self._flush()
-            if last or step % config.evaluation.every_steps == 0:
-                self._flush()
-                self.evaluate()
-                if phase.until_loss is not None and self._held_out <= phase.until_loss:
-                    break
-            if not last and (stop or (config.saving.every_steps and step % config.saving.every_steps == 0)):
-                self._flush()
-                self.save()
-            if stop and not last:
-                raise Stopped
+        with self._coming_batches() as coming:
+            while self.position.phase_step < phase.steps:
+                stop = self._step(phase, next(coming))
+                step = self.position.phase_step
+                last = step == phase.steps
+                if stop or last or step % config.logging.every_steps == 0:
+                    self._flush()
+                if last or step % config.evaluation.every_steps == 0:
+                    self._flush()
+                    self.evaluate()
+                    if phase.until_loss is not None and self._held_out <= phase.until_loss:
+                        break
+                if not last and (stop or (config.saving.every_steps and step % config.saving.every_steps == 0)):
+                    self._flush()
+                    self.save()
+                if stop and not last:
+                    raise Stopped
 
     def coalesce(self, phase: Coalesce) -> None:
         """Go down one level; the fine one is parked on the host and, once, on the disk."""
@@ -234,18 +236,22 @@ class LiveRun:
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
-    def _step(self, phase: Train) -> bool:
-        """One optimizer step; True if any rank was asked to stop."""
-        config, level = self.plan.config, self.plan.level(self.position.level)
-        before, done = self.position.totals, self.position.phase_step
-        batches = step_batches(
+    def _coming_batches(self) -> Prefetcher:
+        """The batches of the live level's coming steps, made ahead of time; they depend on the data position only."""
+        level = self.plan.level(self.position.level)
+        return Prefetcher(
             self.plan.training,
-            position=before.samples,
-            global_batch=config.training.global_batch,
+            position=self.position.totals.samples,
+            global_batch=self.plan.config.training.global_batch,
             micro_batch=level.micro_batch,
             dp_rank=self.mesh.dp_rank,
             dp_size=self.mesh.dp_size,
         )
+
+    def _step(self, phase: Train, batches: Sequence[Batch]) -> bool:
+        """One optimizer step; True if any rank was asked to stop."""
+        config, level = self.plan.config, self.plan.level(self.position.level)
+        before, done = self.position.totals, self.position.phase_step
         lr = learning_rate(phase.lr, done)
         result = train_step(self._live(), batches, lr=lr, mesh=self.mesh, stop=bool(self.flag))
         samples = config.training.global_batch

@@ -49,7 +49,7 @@ class Exchange:
         """Send ``outgoing[peer]`` to each peer; return the ``incoming[peer]`` elements of each, flat, in rank order."""
         rank, device = self.mesh.rank, self.mesh.device
         if self.mesh.world_size == 1:
-            return [outgoing[0]]
+            return [outgoing[0].to(device)]
         sizes = [0 if peer == rank else tensor.numel() for peer, tensor in enumerate(outgoing)]
         wanted = [0 if peer == rank else count for peer, count in enumerate(incoming)]
         send = torch.cat([t.to(device) for peer, t in enumerate(outgoing) if peer != rank])

@@ -97,7 +97,7 @@ class Run:
 
 def _all(world_size: int, cases: dict[str, dict[str, Any]], folder: Path) -> dict[str, Run]:
     configs = {name: tiny_run(folder / name, **case) for name, case in cases.items()}
-    ranks = values(world_size, "tests.dist.cases_cycle:runs", [configs])
+    ranks = values(world_size, "tests.dist.cases_cycle:runs", [configs], timeout_s=600)
     return {name: Run(config, [rank[name] for rank in ranks]) for name, config in configs.items()}
 
 
@@ -220,7 +220,7 @@ def census(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Census]]:
     """Every rank's counts over ten transitions, for ZeRO 1 and 3."""
     folder = tmp_path_factory.mktemp("runs")
     configs = {f"zero{stage}": tiny_run(folder / str(stage), zero_stage=stage, changes=FIVE_CYCLES) for stage in (1, 3)}
-    return values(2, "tests.dist.cases_cycle:leaks", [configs])
+    return values(2, "tests.dist.cases_cycle:leaks", [configs], timeout_s=600)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])

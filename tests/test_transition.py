@@ -62,7 +62,9 @@ def _configs(cases: dict[str, Any], folder: Path) -> dict[str, RunConfig]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every rank's results by case."""
-    return values(2, "tests.dist.cases_transition:run", [_configs(CASES, tmp_path_factory.mktemp("runs"))])
+    return values(
+        2, "tests.dist.cases_transition:run", [_configs(CASES, tmp_path_factory.mktemp("runs"))], timeout_s=600
+    )
 
 
 @pytest.fixture(scope="module")

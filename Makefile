@@ -8,7 +8,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 # Two ranks share the cores on a CPU: more threads than cores / ranks make them wait for each other.
 DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) / 2) PYTHONWARNINGS=ignore
 LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
-DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2
+DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2 training.micro_batch=16
 
 .PHONY: demo data test test-full check bench clean
 

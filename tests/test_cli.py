@@ -124,7 +124,7 @@ def test_resume_and_the_launchers_word(
 def test_plan_prints_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", "--config", DEMO, "--json", "--ranks", "2", "cycle.initial.steps=17"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [level["layers"] for level in plan["levels"]] == [6, 3]
+    assert [level["layers"] for level in plan["levels"]] == [4, 2]
     assert plan["phases"][0]["steps"] == 17
     assert [level["data_parallel"] for level in plan["levels"]] == [2, 2]
 

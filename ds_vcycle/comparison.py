@@ -57,7 +57,7 @@ def compare(directories: Sequence[Path], *, baseline: Path | None = None) -> Com
         UserError: a directory cannot be read.
     """
     first = baseline or directories[0]
-    others = [directory for directory in directories if directory != first]
+    others = [directory for directory in directories if directory.resolve() != first.resolve()]
     runs = [read_run(directory) for directory in (first, *others)]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.directory)) for run in runs]
@@ -68,9 +68,11 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs with the first of them.
 
     Raises:
-        ReportError: the baseline's loss is not a number or never fell.
+        ReportError: the baseline's loss is not a number or never fell, or another run's measures something else.
     """
     base = runs[0]
+    for run in runs[1:]:
+        _check_comparable(base, run)
     loss = base.target_evaluations[-1].loss
     paid = cost_to_reach(base, loss)
     if paid is None:
@@ -85,6 +87,17 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     return Comparison(
         baseline=base.name, loss=loss, rows=tuple(_row(run, loss, paid) for run in runs), notes=_notes(runs, loss, paid)
     )
+
+
+def _check_comparable(base: Run, run: Run) -> None:
+    """Held-out losses of another task or vocabulary are other quantities."""
+    for key in ("architecture", "vocab_size"):
+        a, b = getattr(base.config.model, key), getattr(run.config.model, key)
+        if a != b:
+            raise ReportError(
+                f"{run.directory}: model.{key} is {b}, the baseline's ({base.directory}) is {a}: their held-out losses "
+                "are not comparable; leave one of them out"
+            )
 
 
 def cost_to_reach(run: Run, loss: float) -> Cost | None:

@@ -18,6 +18,8 @@ def explain(error: Any, root: type[BaseModel]) -> str:
     loc = [str(part) for part in error["loc"] if not str(part).startswith("#")]
     key = ".".join(loc)
     if error["type"] == "extra_forbidden":
+        if ":" in loc[-1]:
+            return f"unknown key {key!r}; YAML wants a space after the colon inside braces: {{key: value}}"
         known = _known_keys(root, loc[:-1])
         close = difflib.get_close_matches(loc[-1], known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(sorted(known))}"

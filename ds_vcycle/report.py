@@ -11,17 +11,26 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_vcycle.chart import draw
-from ds_vcycle.comparison import Comparison, Row
+from ds_vcycle.comparison import Comparison, ReportError, Row
 from ds_vcycle.comparison import compare as compare
 from ds_vcycle.cycle.render import count_text, flops_text
 
 
 def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
-    """Write the chart to ``out``.png and the table to ``out``.md; the paths written."""
+    """Write the chart to ``out``.png and the table to ``out``.md; the paths written.
+
+    Raises:
+        ReportError: ``out`` names no file, or cannot be written.
+    """
+    if not out.name or out.name == "..":
+        raise ReportError(f"--out {out}: names no file; give a path without an ending, e.g. runs/compare")
     chart, table = out.with_name(out.name + ".png"), out.with_name(out.name + ".md")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draw(comparison, chart)
-    table.write_text(f"{markdown(comparison)}\n![held-out loss against FLOPs]({chart.name})\n", encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw(comparison, chart)
+        table.write_text(f"{markdown(comparison)}\n![held-out loss against FLOPs]({chart.name})\n", encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
     return chart, table
 
 

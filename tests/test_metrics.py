@@ -131,6 +131,17 @@ def test_damage_is_named_by_file_and_line(tmp_path):
             read_metrics(path)
 
 
+def test_bytes_that_are_no_text_are_named_or_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_run(path)
+    good = path.read_bytes()
+    path.write_bytes(good + b"\xff\xfe")
+    assert len(read_metrics(path)) == good.count(b"\n")
+    path.write_bytes(b"\xff\xfe\n" + good)
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl:1: "):
+        read_metrics(path)
+
+
 def test_a_place_evaluated_twice_counts_once_with_the_later_value():
     def evaluation(phase_step, loss):
         place = Place(phase=0, level=1, step=phase_step, phase_step=phase_step)

@@ -179,6 +179,26 @@ def test_a_bad_run_directory_is_named_with_what_is_missing(tmp_path, flat, damag
         compare([flat, run])
 
 
+@pytest.mark.parametrize("out", [".", "/", "file/compare"])
+def test_an_unwritable_out_is_named(tmp_path, flat, cycle, out):
+    (tmp_path / "file").write_text("in the way")
+    target = Path(out) if out in (".", "/") else tmp_path / out
+    with pytest.raises(UserError, match="--out"):
+        write(compare([flat, cycle]), target)
+
+
+def test_losses_of_another_vocabulary_are_not_compared(tmp_path, flat):
+    model = yaml.safe_load((flat / "config.yaml").read_text())["model"]
+    other = make_run(tmp_path / "other", FLAT, model={**model, "vocab_size": model["vocab_size"] + 1})
+    with pytest.raises(UserError, match=r"other: model\.vocab_size is .* not comparable"):
+        compare([flat, other])
+
+
+def test_the_baseline_under_another_spelling_is_itself(tmp_path, flat, cycle):
+    again = compare([flat, cycle, tmp_path / "cycle" / ".." / "flat"])
+    assert [row.run.name for row in again.rows] == ["flat", "cycle"]
+
+
 def test_a_baseline_without_progress_is_refused(tmp_path, flat):
     flat_line = make_run(tmp_path / "line", [(1, [(0, 5.0), (40, 5.0)])])
     with pytest.raises(

@@ -29,7 +29,7 @@ STOPS = [
     ("step@2:1:SIGTERM", 0, 3),  # during the last step of the phase: its end is saved, not the step
     ("coalesce@1:0:SIGTERM", 1, 3),
     ("evaluation@1:1:SIGUSR1", 2, 6),  # after step 5, so step 6 is done
-    ("save@1:1:SIGTERM", 2, 7),
+    ("save@1:1:SIGINT", 2, 7),
     ("refine@1:1:SIGUSR1", 3, 7),
     ("step@1:0:SIGTERM", 4, 9),
 ]

@@ -21,6 +21,7 @@ import psutil
 
 Status = Literal["running", "stopped", "finished", "failed"]
 EXIT_STOPPED = 75  # EX_TEMPFAIL: nothing is wrong, start again with --resume
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LAUNCHERS = {"deepspeed", "ds", "deepspeed.launcher.launch", "deepspeed.launcher.runner"}  # what they are started as
 
 
@@ -29,7 +30,7 @@ class Stopped(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class StopFlag:
-    """Whether this rank is asked to stop: it was sent SIGTERM or SIGUSR1, or its launcher has gone."""
+    """Whether this rank is asked to stop: it was sent SIGTERM, SIGUSR1 or Ctrl-C, or its launcher has gone."""
 
     def __init__(self) -> None:
         self._signal: str | None = None
@@ -47,6 +48,8 @@ class StopFlag:
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)  # a second Ctrl-C does not wait for the step
 
 
 def _launchers() -> tuple[int, ...]:
@@ -75,9 +78,9 @@ def _orphaned(parents: tuple[int, ...]) -> bool:
 
 @contextmanager
 def stop_signals() -> Iterator[StopFlag]:
-    """Turn SIGTERM and SIGUSR1 into a flag for the duration of the block."""
+    """Turn SIGTERM, SIGUSR1 and a first SIGINT (Ctrl-C) into a flag for the duration of the block."""
     flag = StopFlag()
-    before = {number: signal.signal(number, flag._set) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.signal(number, flag._set) for number in _SIGNALS}
     try:
         yield flag
     finally:

@@ -226,16 +226,16 @@ def read_metrics(path: Path) -> tuple[Record, ...]:
 def _read_lines(path: Path) -> list[tuple[Record, str]]:
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; is {path.parent} a run directory, and has the run begun?")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     complete, rest = lines[:-1], lines[-1]
-    records = [(_parse(line, path, number), line) for number, line in enumerate(complete, 1)]
+    records = [(_parse(line, path, number), line.decode()) for number, line in enumerate(complete, 1)]
     if rest:
         with contextlib.suppress(MetricsError):  # it was being written when the run was killed
-            records.append((_parse(rest, path, len(lines)), rest))
+            records.append((_parse(rest, path, len(lines)), rest.decode()))
     return records
 
 
-def _parse(line: str, path: Path, number: int) -> Record:
+def _parse(line: bytes, path: Path, number: int) -> Record:
     try:
         values: dict[str, Any] = json.loads(line)
         kind = _EVENTS[values.pop("event")]

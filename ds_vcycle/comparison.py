@@ -103,13 +103,14 @@ def _check_comparable(base: Run, run: Run) -> None:
 def cost_to_reach(run: Run, loss: float) -> Cost | None:
     """The run's cost when level 1's held-out loss is first at or below ``loss``, None if it never is.
 
-    Linear between two evaluations of the same phase. At a phase's first evaluation the whole cost up to it counts:
-    what lies before is another level, and a line through it would claim steps that level 1 never made.
+    Linear between two evaluations of a phase, and from a refine's to the first of the phase after it. At any other
+    first evaluation the whole cost up to it counts: what lies before is another level, and a line through it would
+    claim steps that level 1 never made.
     """
     previous: EvaluationRecord | None = None
     for record in run.target_evaluations:
         if record.loss <= loss:
-            if previous is None or previous.phase != record.phase or not math.isfinite(previous.loss):
+            if previous is None or record.phase - previous.phase > 1 or not math.isfinite(previous.loss):
                 return _cost(record)
             return _between(previous, record, (previous.loss - loss) / (previous.loss - record.loss))
         previous = record
@@ -145,10 +146,11 @@ def _row(run: Run, loss: float, paid: Cost) -> Row:
 
 def _notes(runs: Sequence[Run], loss: float, paid: Cost) -> tuple[str, ...]:
     base = runs[0]
-    peak = max(phase.lr.peak for phase in expand(base.config) if isinstance(phase, Train))
+    peak = max(phase.lr.peak for phase in expand(base.config) if isinstance(phase, Train) and phase.level == 1)
     notes = [
         f"Saved = 1 - cost / baseline's cost to level 1's held-out loss {loss:.4f}, the baseline's last, linear "
-        "between evaluations; negative: it cost more. Coarse levels, transitions and saves count, evaluation does not.",
+        "between evaluations; negative: it cost more. Coarse levels, transitions and saves count, evaluation does not. "
+        "Wall time is as measured, with whatever else the machine did.",
         "One run each: a difference within the spread of seeds means nothing. The baseline's peak learning rate is "
         f"{peak:g}; a saving counts for as much as that baseline was tuned.",
     ]

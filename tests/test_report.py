@@ -95,6 +95,18 @@ def test_no_line_is_drawn_through_another_level(tmp_path, flat):
     assert compare([flat, run]).rows[1].reached.flops == 10 * 100 + 20 * 20
 
 
+def test_the_line_from_a_refine_to_the_next_evaluation_is_drawn(tmp_path, flat):
+    run = make_run(tmp_path / "run", [(1, [(10, 6.0)]), (2, [(20, 3.0)]), (1, [(10, 3.5)])], cycle=V_CYCLE)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if '"refine"' in line)
+    refined = json.loads(lines[at])
+    kept = ("phase", "level", "step", "phase_step", "tokens", "flops", "flops_blocks", "seconds")
+    evaluation = {"event": "evaluation", **{key: refined[key] for key in kept}, "loss": 4.5, "samples": 32}
+    (run / "metrics.jsonl").write_text("\n".join([*lines[: at + 1], json.dumps(evaluation), *lines[at + 1 :]]) + "\n")
+    # half way from 4.5 to 3.5: half of the ten steps of level 1 at 100 each
+    assert compare([flat, run]).rows[1].reached.flops == pytest.approx(10 * 100 + 20 * 20 + 5 * 100)
+
+
 def test_a_run_that_costs_more_has_a_negative_saving(tmp_path, flat):
     slow = make_run(tmp_path / "slow", [(1, [(20, 6.0), (40, 4.5), (60, 3.5)])])
     comparison = compare([flat, slow])

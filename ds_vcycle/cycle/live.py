@@ -101,6 +101,12 @@ class LiveRun:
         self.progress.note(f"resumed from {held.directory}")
         self._lap = time.perf_counter()
 
+    @property
+    def summary(self) -> str:
+        """Where the run stands, in words."""
+        held_out = f", held-out loss {self._held_out:.4f}" if math.isfinite(self._held_out) else ""
+        return f"step {self.position.totals.steps:,}{held_out}, {self.plan.config.run_dir}"
+
     def close(self) -> None:
         """Let go of the engine, the progress bar and the files."""
         self.progress.close()
@@ -289,10 +295,8 @@ class LiveRun:
             events.append(("train/tokens_per_second", record.tokens_per_second, step))
         self._show(events)
         held_out = f" held-out {self._held_out:.4f}" if math.isfinite(self._held_out) else ""
-        self.progress.update(
-            self.position.phase_step,
-            f"loss {loss:.4f}{held_out} lr {measured.lr:.2e} {record.tokens_per_second:,.0f} tok/s",
-        )
+        speed = f"{record.tokens_per_second:,.0f} tok/s"
+        self.progress.update(self.position.phase_step, f"loss {loss:.4f}{held_out} {speed}")
         self._pending.clear()
         raise_together(self._unwritten)
 

@@ -23,7 +23,12 @@ class RunProgress:
         self._title, self._steps = "", 0
         self._last_line = 0.0
         if self._console is not None and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=8),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, TextColumn("{task.fields[values]}"), console=self._console)
             self._bar.start()
 

@@ -58,12 +58,14 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
         except Stopped:
             asked = [reason for reason in gather_objects(run.mesh, flag.reason) if reason is not None]
             _status(run, "stopped", {"reason": asked[0]})
+            run.progress.note(f"stopped ({asked[0]}), state saved: {run.summary}; go on with --resume")
             return "stopped"
         except Exception as error:
             with suppress(OSError):  # what ended the run is what the user must see
                 _write_status(plan, run.position, "failed", {"error": f"{type(error).__name__}: {error}"})
             raise
         _status(run, "finished", {})
+        run.progress.note(f"finished: {run.summary}")
     return "finished"
 
 

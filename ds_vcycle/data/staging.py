@@ -44,7 +44,9 @@ def _check(out: Path, overwrite: bool, marker: str) -> None:
     if not (out / marker).is_file():
         raise DataError(f"out={out}: exists and is not a prepared corpus; choose another directory")
     if not overwrite:
-        raise DataError(f"out={out}: is a prepared corpus already; choose another directory, or overwrite it")
+        raise DataError(
+            f"out={out}: is a prepared corpus already; choose another directory, or replace it with --overwrite"
+        )
 
 
 def _publish(staging: Path, out: Path) -> None:

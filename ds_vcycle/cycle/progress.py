@@ -27,7 +27,7 @@ class RunProgress:
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=8),
                 MofNCompleteColumn(),
-                TimeRemainingColumn(),
+                TimeRemainingColumn(compact=True),
             )
             self._bar = Progress(*columns, TextColumn("{task.fields[values]}"), console=self._console)
             self._bar.start()

@@ -132,15 +132,15 @@ class LiveRun:
                 stop = self._step(phase, next(coming))
                 step = self.position.phase_step
                 last = step == phase.steps
-                if stop or last or step % config.logging.every_steps == 0:
+                evaluating = last or step % config.evaluation.every_steps == 0
+                saving = config.saving.every_steps and step % config.saving.every_steps == 0
+                if stop or saving or evaluating or step % config.logging.every_steps == 0:
                     self._flush()
-                if last or step % config.evaluation.every_steps == 0:
-                    self._flush()
+                if evaluating:
                     self.evaluate()
                     if phase.until_loss is not None and self._held_out <= phase.until_loss:
                         break
-                if not last and (stop or (config.saving.every_steps and step % config.saving.every_steps == 0)):
-                    self._flush()
+                if not last and (stop or saving):
                     self.save()
                 if stop and not last:
                     raise Stopped

@@ -32,11 +32,6 @@ class AxisMap:
         return tuple(counts[index] for index in range(self.coarse))
 
     @property
-    def is_identity(self) -> bool:
-        """Whether the axis is not mapped at all."""
-        return self.parent == tuple(range(self.coarse))
-
-    @property
     def merges(self) -> bool:
         """Whether any group has more than one member; without, an axis is at most put in another order."""
         return self.fine > self.coarse

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +73,6 @@ class TransitionPlan:
     maps: tuple[ParameterMap, ...]
     lossless: bool
     notes: tuple[str, ...]
-
-    @cached_property
-    def by_coarse_name(self) -> dict[str, ParameterMap]:
-        """The maps by the coarse parameter's name."""
-        return {item.coarse.name: item for item in self.maps}
 
 
 def plan_transition(

@@ -10,8 +10,8 @@ from typing import Any
 from ds_vcycle.config import Grouping, RunConfig
 from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
+from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.operators.maps import AxisMap
-from ds_vcycle.operators.plan import plan_transition
 from ds_vcycle.schema import parameter_count
 from ds_vcycle.train.deepspeed_config import check_extras
 from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops, step_flops
@@ -187,7 +187,7 @@ def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Ph
     pairs = sorted({phase.fine for phase in phases if not isinstance(phase, Train)})
     rows = []
     for fine in pairs:
-        plan = plan_transition(
+        plan = plan_axes(
             levels[fine - 1],
             levels[fine],
             embedding=config.operators.embedding,

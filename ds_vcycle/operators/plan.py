@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_vcycle.config import DepthPolicy, EmbeddingPolicy
-from ds_vcycle.levels import Level, ModelShape
-from ds_vcycle.operators.maps import AxisMap, PlanError, axis_map
+from ds_vcycle.levels import Level
+from ds_vcycle.operators.axes import plan_axes
+from ds_vcycle.operators.maps import AxisMap
 from ds_vcycle.schema import Dim, Parameter, Role, parameters
 
 Index = npt.NDArray[np.int64]
@@ -83,13 +84,8 @@ def plan_transition(
     Raises:
         PlanError: shapes that cannot be mapped, a grouping that is no partition, or a policy refused for the model.
     """
-    _check_shapes(fine.shape, coarse.shape)
-    axes = _axis_maps(fine, coarse)
-    if embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
-        raise PlanError(
-            "operators.embedding=reference with model.tied_embeddings=false on a pre-LN model: nothing would undo the "
-            "scaling of the embeddings; use operators.embedding=lossless"
-        )
+    mapping = plan_axes(fine, coarse, embedding=embedding, depth_residual=depth_residual)
+    axes = mapping.axes
     fine_by_template: dict[str, list[Parameter]] = {}
     for parameter in parameters(fine.shape, embedding):
         fine_by_template.setdefault(parameter.template, []).append(parameter)
@@ -101,36 +97,9 @@ def plan_transition(
         maps.append(_parameter_map(target, children, axes, depth_residual))
     mapped = sum(len(item.children) for item in maps)
     assert mapped == sum(map(len, fine_by_template.values())), "a fine parameter has no coarse parent"
-    lossless, notes = _judge(axes, embedding, depth_residual)
-    return TransitionPlan(fine=fine, coarse=coarse, axes=axes, maps=tuple(maps), lossless=lossless, notes=notes)
-
-
-def _check_shapes(fine: ModelShape, coarse: ModelShape) -> None:
-    mapped = {"layers", "hidden", "heads", "kv_groups", "ffn"}
-    for key in ModelShape.__dataclass_fields__:
-        a, b = getattr(fine, key), getattr(coarse, key)
-        if key not in mapped and a != b:
-            raise PlanError(f"{key} differs between the levels ({a} and {b}); it must be the same at every level")
-        if key in mapped and b > a:
-            raise PlanError(
-                f"{key}={b} of the coarse level exceeds the fine level's {a}; make the coarse level smaller"
-            )
-    if fine.heads_per_group != coarse.heads_per_group:
-        raise PlanError(
-            f"query heads per KV group differ between the levels ({fine.heads_per_group}, {coarse.heads_per_group}); "
-            f"whole KV groups are mapped, so change heads and kv_groups together"
-        )
-
-
-def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
-    groupings, tp = coarse.groupings, fine.tensor_parallel
-    a, b = fine.shape, coarse.shape
-    return {
-        "layer": axis_map("layer", fine=a.layers, coarse=b.layers, grouping=groupings.layer),
-        "hidden": axis_map("hidden", fine=a.hidden, coarse=b.hidden, grouping=groupings.hidden),
-        "head": axis_map("head", fine=a.kv_groups, coarse=b.kv_groups, grouping=groupings.head, chunks=tp),
-        "ffn": axis_map("ffn", fine=a.ffn, coarse=b.ffn, grouping=groupings.ffn, chunks=tp),
-    }
+    return TransitionPlan(
+        fine=fine, coarse=coarse, axes=axes, maps=tuple(maps), lossless=mapping.lossless, notes=mapping.notes
+    )
 
 
 def _parameter_map(
@@ -170,21 +139,3 @@ def _dim_map(fine: Dim, coarse: Dim, axis: AxisMap | None) -> DimMap:
     parent = ((part * coarse.length + index) * fine.block + offset).reshape(-1)
     sizes = np.tile(np.repeat(np.asarray(axis.sizes, dtype=np.int64), fine.block), fine.parts)
     return DimMap(role=fine.role, parent=parent, sizes=sizes)
-
-
-def _judge(
-    axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: DepthPolicy
-) -> tuple[bool, tuple[str, ...]]:
-    """Whether de-coalescing keeps the coarse model's function, and if not, why."""
-    notes = []
-    if axes["hidden"].merges and embedding == "reference":
-        notes.append("embedding=reference changes the logits of a pre-LN model; lossless keeps them")
-    if len(set(axes["hidden"].sizes)) > 1:
-        notes.append("unequal hidden groups change the norms' mean and variance")
-    if axes["layer"].merges and policy == "copy":
-        notes.append("depth_residual=copy adds each copied layer's output again; first keeps the function")
-    if axes["layer"].merges and policy == "split":
-        notes.append("depth_residual=split keeps the function to first order only; first keeps it")
-    if not axes["layer"].keeps_order:
-        notes.append("groupings.layer puts the coarse layers in another order; let the groups' first layers ascend")
-    return not notes, tuple(notes)

@@ -93,53 +93,79 @@ class Geometry:
         """What a rank holds of the coarse level, by parameter name."""
         return self._placements["coarse", rank]
 
-    def coarse_blocks(self, item: ParameterMap, rank: int) -> list[Block]:
-        """The rectangles of a coarse parameter that a rank holds."""
-        placement = self.coarse_placements(rank).get(item.coarse.name)
-        return blocks(item.coarse, placement, self.coarse.tp, self.coarse.coordinates(rank)[1])
+    def parameter(self, item: ParameterMap) -> ParameterGeometry:
+        """The exchange of one coarse parameter and its children."""
+        return ParameterGeometry(self, item)
 
-    def touches(self, item: ParameterMap, rank: int) -> list[Touch]:
-        """The coarse rectangles that a rank's fine fragments map onto; equal rectangles of several layers are one."""
-        found: dict[tuple[bytes, bytes], Touch] = {}
-        for child in item.children:
-            placement = self.fine_placements(rank).get(child.parameter.name)
-            for block in blocks(child.parameter, placement, self.fine.tp, self.fine.coordinates(rank)[1]):
-                rows = np.unique(item.dims[0].parent[block.rows])
-                cols = np.unique(item.dims[1].parent[block.cols]) if len(item.dims) > 1 else block.cols
-                touch = found.setdefault((rows.tobytes(), cols.tobytes()), Touch(rows=rows, cols=cols, members=[]))
-                touch.members.append((child, block))
-        return list(found.values())
-
-    def pieces(self, item: ParameterMap, *, fine_rank: int, coarse_rank: int) -> Iterator[Piece]:
-        """What passes between the holder of fine fragments and the holder of coarse ones, in fixed order."""
-        owned = self.coarse_blocks(item, coarse_rank)
-        for touch_index, touch in enumerate(self.touches(item, fine_rank)):
-            for block_index, block in enumerate(owned):
-                rows = _common(touch.rows, block.rows)
-                cols = _common(touch.cols, block.cols)
-                if len(rows) and len(cols):
-                    yield Piece(touch=touch_index, block=block_index, rows=rows, cols=cols)
-
-    def fine_sources(self, item: ParameterMap, rank: int) -> list[int]:
-        """The ranks from whose fine fragments ``rank`` is served: one replica, the one it belongs to."""
-        return replica(item.children[0].parameter, self.fine, rank)
-
-    def coarse_sources(self, item: ParameterMap, rank: int) -> list[int]:
-        """The ranks from whose coarse fragments ``rank`` is served: one replica, the one it belongs to."""
-        return replica(item.coarse, self.coarse, rank)
-
-    def buckets(self, elements: int) -> Iterator[Sequence[ParameterMap]]:
+    def buckets(self, elements: int) -> Iterator[Sequence[ParameterGeometry]]:
         """The parameters in runs of at most ``elements`` coarse elements (a larger parameter is a run of its own)."""
         run: list[ParameterMap] = []
         filled = 0
         for item in self.plan.maps:
             if run and filled + item.coarse.numel > elements:
-                yield run
+                yield [self.parameter(member) for member in run]
                 run, filled = [], 0
             run.append(item)
             filled += item.coarse.numel
         if run:
-            yield run
+            yield [self.parameter(member) for member in run]
+
+
+class ParameterGeometry:
+    """The exchange of one coarse parameter and its children; keeps what it worked out, so it is used and let go."""
+
+    def __init__(self, geometry: Geometry, item: ParameterMap) -> None:
+        self.item = item
+        self._geometry = geometry
+        self._blocks: dict[int, list[Block]] = {}
+        self._touches: dict[int, list[Touch]] = {}
+
+    def blocks(self, rank: int) -> list[Block]:
+        """The rectangles of the coarse parameter that a rank holds."""
+        if rank not in self._blocks:
+            placement = self._geometry.coarse_placements(rank).get(self.item.coarse.name)
+            layout = self._geometry.coarse
+            self._blocks[rank] = blocks(self.item.coarse, placement, layout.tp, layout.coordinates(rank)[1])
+        return self._blocks[rank]
+
+    def touches(self, rank: int) -> list[Touch]:
+        """The coarse rectangles that a rank's fine fragments map onto; equal rectangles of several layers are one."""
+        if rank not in self._touches:
+            self._touches[rank] = self._find_touches(rank)
+        return self._touches[rank]
+
+    def pieces(self, *, fine_rank: int, coarse_rank: int) -> Iterator[Piece]:
+        """What passes between the holder of fine fragments and the holder of coarse ones, in fixed order."""
+        owned = self.blocks(coarse_rank)
+        for touch_index, touch in enumerate(self.touches(fine_rank) if owned else ()):
+            for block_index, block in enumerate(owned):
+                if touch.rows[0] > block.rows[-1] or block.rows[0] > touch.rows[-1]:
+                    continue  # most pairs of ranks have nothing in common: this is what keeps many ranks cheap
+                rows = _common(touch.rows, block.rows)
+                cols = _common(touch.cols, block.cols)
+                if len(rows) and len(cols):
+                    yield Piece(touch=touch_index, block=block_index, rows=rows, cols=cols)
+
+    def goes_down(self, *, fine_rank: int, coarse_rank: int) -> bool:
+        """Whether ``coarse_rank`` is served by ``fine_rank`` when coalescing: it is of the replica it belongs to."""
+        return same_replica(self.item.children[0].parameter, self._geometry.fine, fine_rank, coarse_rank)
+
+    def goes_up(self, *, fine_rank: int, coarse_rank: int) -> bool:
+        """Whether ``fine_rank`` is served by ``coarse_rank`` when refining: it is of the replica it belongs to."""
+        return same_replica(self.item.coarse, self._geometry.coarse, coarse_rank, fine_rank)
+
+    def _find_touches(self, rank: int) -> list[Touch]:
+        found: dict[tuple[bytes, bytes], Touch] = {}
+        layout, dims = self._geometry.fine, self.item.dims
+        placements = self._geometry.fine_placements(rank)
+        for child in self.item.children:
+            placement = placements.get(child.parameter.name)
+            for block in blocks(child.parameter, placement, layout.tp, layout.coordinates(rank)[1]):
+                rows = _distinct(dims[0].parent[block.rows])
+                cols = _distinct(dims[1].parent[block.cols]) if len(dims) > 1 else block.cols
+                touch = found.setdefault((rows.tobytes(), cols.tobytes()), Touch(rows=rows, cols=cols, members=[]))
+                touch.members.append((child, block))
+        return list(found.values())
 
 
 def blocks(parameter: Parameter, placement: Placement | None, tp: int, tp_rank: int) -> list[Block]:
@@ -174,12 +200,11 @@ def rectangles(start: int, length: int, width: int) -> Iterator[tuple[int, int, 
         yield row, row + 1, 0, end - start
 
 
-def replica(parameter: Parameter, layout: Layout, rank: int) -> list[int]:
-    """The ranks that together hold every element of a parameter once, ``rank`` among them where it holds any."""
-    dp_rank, tp_rank = layout.coordinates(rank)
-    dp_ranks = [dp_rank] if layout.zero_stage == 0 else range(layout.dp)
-    tp_ranks = [tp_rank] if parameter.tp_dim is None else range(layout.tp)
-    return [dp * layout.tp + tp for dp in dp_ranks for tp in tp_ranks]
+def same_replica(parameter: Parameter, layout: Layout, source: int, rank: int) -> bool:
+    """Whether ``source`` is of the ranks that together hold every element once, ``rank`` among them if it holds any."""
+    source_dp, source_tp = layout.coordinates(source)
+    dp, tp = layout.coordinates(rank)
+    return (layout.zero_stage > 0 or source_dp == dp) and (parameter.tp_dim is not None or source_tp == tp)
 
 
 @lru_cache(maxsize=4096)
@@ -190,6 +215,14 @@ def _global_indices(parameter: Parameter, tp: int, tp_rank: int) -> tuple[Index,
     if len(parameter.dims) == 1:
         return rows, np.zeros(1, dtype=np.int64)
     return rows, np.concatenate([np.arange(*run) for run in parameter.global_ranges(1, tp, tp_rank)])
+
+
+def _distinct(parents: Index) -> Index:
+    """The sorted distinct indices; those of a run that ascends, the usual case, need no sort."""
+    steps = np.diff(parents)
+    if (steps >= 0).all():
+        return parents[np.concatenate(([True], steps > 0))]
+    return np.unique(parents)
 
 
 def _common(a: Index, b: Index) -> Index:

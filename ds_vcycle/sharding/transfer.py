@@ -30,7 +30,7 @@ from ds_vcycle.operators.apply import (
     up_divisors,
 )
 from ds_vcycle.operators.plan import Child, Index, ParameterMap
-from ds_vcycle.sharding.geometry import Block, Geometry, Piece, Touch
+from ds_vcycle.sharding.geometry import Block, Geometry, ParameterGeometry, Piece, Touch
 
 if TYPE_CHECKING:
     from ds_vcycle.parallel import Mesh
@@ -86,20 +86,20 @@ def coalesce_fragments(
     coarse = {name: torch.zeros(placement.length) for name, placement in held.items()}
     for items in geometry.buckets(bucket):
         outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-        for item in items:
+        for parameter in items:
             partials: dict[int, Tensor] = {}
-            touches = geometry.touches(item, rank)
+            touches = parameter.touches(rank)
             for peer in range(world):
-                if rank in geometry.fine_sources(item, peer):
-                    for piece in geometry.pieces(item, fine_rank=rank, coarse_rank=peer):
+                if parameter.goes_down(fine_rank=rank, coarse_rank=peer):
+                    for piece in parameter.pieces(fine_rank=rank, coarse_rank=peer):
                         if piece.touch not in partials:
-                            partials[piece.touch] = _partial_sum(item, touches[piece.touch], fine, quantity)
+                            partials[piece.touch] = _partial_sum(parameter.item, touches[piece.touch], fine, quantity)
                         part = _part(partials[piece.touch], touches[piece.touch], piece.rows, piece.cols)
                         outgoing[peer].append(part.reshape(-1))
-        expected = [_incoming(geometry, items, fine_rank=peer, coarse_rank=rank, down=True) for peer in range(world)]
+        expected = [_incoming(items, fine_rank=peer, coarse_rank=rank, down=True) for peer in range(world)]
         received = exchange(_joined(outgoing, torch.float64), [_count(e) for e in expected], torch.float64)
         fault_point("coalesce.exchanged")
-        _add_up(geometry, items, expected, received, coarse, quantity, rank)
+        _add_up(items, expected, received, coarse, quantity, rank)
     return coarse
 
 
@@ -127,18 +127,18 @@ def refine_fragments(
     rank, world = exchange.mesh.rank, exchange.mesh.world_size
     for items in geometry.buckets(bucket):
         outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-        for item in items:
-            owned = geometry.coarse_blocks(item, rank)
+        for parameter in items:
+            owned = parameter.blocks(rank)
             for peer in range(world):
-                if rank in geometry.coarse_sources(item, peer):
-                    for piece in geometry.pieces(item, fine_rank=peer, coarse_rank=rank):
+                if parameter.goes_up(fine_rank=peer, coarse_rank=rank):
+                    for piece in parameter.pieces(fine_rank=peer, coarse_rank=rank):
                         block = owned[piece.block]
-                        view = _view(coarse[item.coarse.name], block)
+                        view = _view(coarse[parameter.item.coarse.name], block)
                         outgoing[peer].append(_part(view, block, piece.rows, piece.cols).reshape(-1))
-        expected = [_incoming(geometry, items, fine_rank=rank, coarse_rank=peer, down=False) for peer in range(world)]
+        expected = [_incoming(items, fine_rank=rank, coarse_rank=peer, down=False) for peer in range(world)]
         received = exchange(_joined(outgoing, torch.float32), [_count(e) for e in expected], torch.float32)
         fault_point("refine.exchanged")
-        for item, touch, z in _assembled(geometry, items, expected, received, rank):
+        for item, touch, z in _assembled(items, expected, received, rank):
             for child, block in touch.members:
                 x = _view(fine[child.parameter.name], block)
                 value = _de_coalesced(item, child, block, touch, z, quantity)
@@ -148,19 +148,13 @@ def refine_fragments(
 Expected = list[tuple[int, Piece]]  # (index of the parameter in its bucket, piece)
 
 
-def _incoming(
-    geometry: Geometry, items: Sequence[ParameterMap], *, fine_rank: int, coarse_rank: int, down: bool
-) -> Expected:
+def _incoming(items: Sequence[ParameterGeometry], *, fine_rank: int, coarse_rank: int, down: bool) -> Expected:
     """The pieces this rank receives from a peer, in the order in which the peer sends them."""
     expected: Expected = []
-    for index, item in enumerate(items):
-        if down:
-            serves = fine_rank in geometry.fine_sources(item, coarse_rank)
-        else:
-            serves = coarse_rank in geometry.coarse_sources(item, fine_rank)
-        if serves:
-            pieces = geometry.pieces(item, fine_rank=fine_rank, coarse_rank=coarse_rank)
-            expected += [(index, piece) for piece in pieces]
+    for index, parameter in enumerate(items):
+        serves = parameter.goes_down if down else parameter.goes_up
+        if serves(fine_rank=fine_rank, coarse_rank=coarse_rank):
+            expected += [(index, piece) for piece in parameter.pieces(fine_rank=fine_rank, coarse_rank=coarse_rank)]
     return expected
 
 
@@ -178,8 +172,7 @@ def _partial_sum(item: ParameterMap, touch: Touch, fine: Mapping[str, Tensor], q
 
 
 def _add_up(
-    geometry: Geometry,
-    items: Sequence[ParameterMap],
+    items: Sequence[ParameterGeometry],
     expected: Sequence[Expected],
     received: Sequence[Tensor],
     coarse: Mapping[str, Tensor],
@@ -187,7 +180,7 @@ def _add_up(
     rank: int,
 ) -> None:
     """Add the partial sums of all peers in rank order, divide, round once, and write the coarse fragments."""
-    owned = [geometry.coarse_blocks(item, rank) for item in items]
+    owned = [parameter.blocks(rank) for parameter in items]
     totals = [[torch.zeros(len(b.rows), len(b.cols), dtype=torch.float64) for b in blocks] for blocks in owned]
     counts = [[0 for _ in blocks] for blocks in owned]
     for pieces, flat in zip(expected, received, strict=True):
@@ -197,7 +190,8 @@ def _add_up(
             target = totals[index][piece.block]
             _add(target, rows, cols, values)
             counts[index][piece.block] += piece.numel
-    for item, blocks, sums, seen in zip(items, owned, totals, counts, strict=True):
+    for parameter, blocks, sums, seen in zip(items, owned, totals, counts, strict=True):
+        item = parameter.item
         for block, total, count in zip(blocks, sums, seen, strict=True):
             assert count >= block.numel, f"{item.coarse.name}: {block.numel - count} coarse elements were not filled"
             divisor = outer(*down_divisors(item, quantity), rows=block.rows, cols=block.cols)
@@ -205,14 +199,13 @@ def _add_up(
 
 
 def _assembled(
-    geometry: Geometry,
-    items: Sequence[ParameterMap],
+    items: Sequence[ParameterGeometry],
     expected: Sequence[Expected],
     received: Sequence[Tensor],
     rank: int,
 ) -> Iterator[tuple[ParameterMap, Touch, Tensor]]:
     """The coarse rectangle of each touch of this rank, put together from all peers' pieces."""
-    touches = [geometry.touches(item, rank) for item in items]
+    touches = [parameter.touches(rank) for parameter in items]
     device = received[0].device
     blocks = [[torch.empty(touch.shape, device=device) for touch in found] for found in touches]
     counts = [[0 for _ in found] for found in touches]
@@ -222,7 +215,8 @@ def _assembled(
             rows, cols = _within(touch.rows, piece.rows), _within(touch.cols, piece.cols)
             _put(blocks[index][piece.touch], rows, cols, values)
             counts[index][piece.touch] += piece.numel
-    for item, found, values_of, seen in zip(items, touches, blocks, counts, strict=True):
+    for parameter, found, values_of, seen in zip(items, touches, blocks, counts, strict=True):
+        item = parameter.item
         for touch, z, count in zip(found, values_of, seen, strict=True):
             assert count == z.numel(), f"{item.coarse.name}: {count} of {z.numel()} coarse elements arrived"
             yield item, touch, z

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, RunConfig
 from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
@@ -16,6 +16,9 @@ from ds_vcycle.schema import parameter_count
 from ds_vcycle.train.deepspeed_config import check_extras
 from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops, step_flops
 from ds_vcycle.train.lr import LrSchedule
+
+if TYPE_CHECKING:
+    from ds_vcycle.sharding.traffic import ParameterTraffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +59,17 @@ class GroupingOverview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransitionOverview:
-    """Two adjacent levels: groupings, and whether de-coalescing keeps the coarse model's function (if not, why)."""
+    """Two adjacent levels: groupings, and whether de-coalescing keeps the coarse model's function (if not, why).
+
+    ``traffic``: bytes sent per coarse parameter and rank, known only for a given number of ranks.
+    """
 
     fine: int
     coarse: int
     groupings: tuple[GroupingOverview, ...]
     lossless: bool
     notes: tuple[str, ...]
+    traffic: tuple[ParameterTraffic, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +139,7 @@ def overview(config: RunConfig, *, ranks: int | None = None) -> Overview:
         predicted_positions=positions,
         ranks=ranks,
         levels=tuple(_level(level, config, costs[level.index], ranks) for level in levels),
-        transitions=_transitions(config, levels, phases),
+        transitions=_transitions(config, levels, phases, ranks),
         phases=rows,
         samples=sum(row.samples for row in rows),
         tokens=sum(row.tokens for row in rows),
@@ -183,7 +190,9 @@ def _level(level: Level, config: RunConfig, cost: Flops, ranks: int | None) -> L
     )
 
 
-def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase]) -> tuple[TransitionOverview, ...]:
+def _transitions(
+    config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase], ranks: int | None
+) -> tuple[TransitionOverview, ...]:
     pairs = sorted({phase.fine for phase in phases if not isinstance(phase, Train)})
     rows = []
     for fine in pairs:
@@ -201,9 +210,16 @@ def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Ph
                 groupings=tuple(_grouping(axis, getattr(groupings, axis.axis)) for axis in plan.axes.values()),
                 lossless=plan.lossless,
                 notes=plan.notes,
+                traffic=None if ranks is None else _traffic(config, levels[fine - 1], levels[fine], ranks),
             )
         )
     return tuple(rows)
+
+
+def _traffic(config: RunConfig, fine: Level, coarse: Level, ranks: int) -> tuple[ParameterTraffic, ...]:
+    from ds_vcycle.sharding.traffic import transition_traffic  # brings numpy, which a plan without ranks does not need
+
+    return transition_traffic(config, fine, coarse, ranks)
 
 
 def _grouping(axis: AxisMap, grouping: Grouping) -> GroupingOverview:

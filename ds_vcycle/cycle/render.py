@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.table import Table
 
 from ds_vcycle.cycle.overview import Overview, TransitionOverview
+
+if TYPE_CHECKING:
+    from ds_vcycle.sharding.traffic import ParameterTraffic
 
 
 def render(plan: Overview, console: Console) -> None:
@@ -35,6 +41,14 @@ def count_text(value: float) -> str:
             scale = 1e3 if suffix == "k" else unit
             return f"{value / scale:.4g} {suffix}"
     return f"{value:,.0f}"
+
+
+def bytes_text(value: int) -> str:
+    """Bytes with three digits and a decimal unit: 335 MB; 0 as a dash."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value} B" if value else "-"
 
 
 def flops_text(value: float) -> str:
@@ -84,6 +98,41 @@ def _render_transition(transition: TransitionOverview, console: Console) -> None
             continue
         sizes = ", ".join(f"{count:,} groups of {size}" for size, count in row.group_sizes.items())
         console.print(f"  {row.axis}: {row.fine:,} -> {row.coarse:,}, {row.grouping}: {sizes}", highlight=False)
+    if transition.traffic is not None:
+        _render_traffic(transition.traffic, console)
+
+
+def _render_traffic(rows: Sequence[ParameterTraffic], console: Console) -> None:
+    """Bytes sent for the weights; the layers of a template are added up, and so are all vectors."""
+    crossing: dict[str, list[ParameterTraffic]] = {}
+    for row in rows:
+        if not row.local:
+            crossing.setdefault(row.template if row.matrix else "biases, norms", []).append(row)
+    if not crossing:
+        console.print(f"  traffic: none, all {len(rows)} maps stay within a rank", highlight=False)
+        return
+    size = bytes_text(4 * sum(row.coarse_elements for row in rows))
+    console.print(
+        f"  traffic of the weights (the coarse model is {size}; mapped Adam moments send as much twice more): "
+        f"{sum(row.local for row in rows)} of {len(rows)} maps stay within a rank",
+        highlight=False,
+    )
+    table = _table("")
+    for heading in ("  crosses ranks", "maps", "coalesce", "at most\na rank", "refine", "at most\na rank"):
+        table.add_column(heading, justify="left" if "crosses" in heading else "right", overflow="fold")
+    for name, members in [*crossing.items(), ("all", list(rows))]:
+        sent = [row.coalesce for row in members], [row.refine for row in members]
+        cells = [text(way) for way in sent for text in (_total_text, _most_text)]
+        table.add_row(f"  {'.'.join(name.split('.')[-2:])}", str(len(members)), *cells)
+    console.print(table, highlight=False)
+
+
+def _total_text(rows: Sequence[Sequence[int]]) -> str:
+    return bytes_text(sum(map(sum, rows)))
+
+
+def _most_text(rows: Sequence[Sequence[int]]) -> str:
+    return bytes_text(max(map(sum, zip(*rows, strict=True)), default=0))
 
 
 def _phase_table(plan: Overview) -> Table:

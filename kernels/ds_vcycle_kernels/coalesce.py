@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_vcycle_kernels.chunks import CHUNK_ELEMENTS, Scratch
+from ds_vcycle_kernels.chunks import Scratch
 from ds_vcycle_kernels.coalesce_reference import coalesce_reference
 from ds_vcycle_kernels.implementation import resolve
 from ds_vcycle_kernels.jobs import CoalesceJob, Implementation, check_coalesce
@@ -33,6 +33,6 @@ def coalesce(jobs: Sequence[CoalesceJob], *, implementation: Implementation = "a
     if any(job.total.device != device for job in jobs):
         raise ValueError("coalesce: the jobs of one call are on one device")
     assert resolve(implementation, device) == "torch"
-    scratch = Scratch(memory=torch.empty(CHUNK_ELEMENTS, dtype=torch.float64, device=device))
+    scratch = Scratch(torch.float64, device)
     for job in jobs:
         coalesce_reference(job, scratch=scratch)

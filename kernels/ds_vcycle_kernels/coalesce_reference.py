@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ds_vcycle_kernels.chunks import CHUNK_ELEMENTS, Scratch, row_chunks
+from ds_vcycle_kernels.chunks import Scratch, row_chunks
 from ds_vcycle_kernels.jobs import CoalesceJob, Member
 from ds_vcycle_kernels.positions import Positions, children, indices, runs, scattered
 
@@ -25,7 +25,7 @@ def coalesce_reference(job: CoalesceJob, *, scratch: Scratch | None = None) -> N
         scratch: float64 memory to work in.
     """
     if scratch is None:
-        scratch = Scratch(memory=torch.empty(CHUNK_ELEMENTS, dtype=torch.float64, device=job.total.device))
+        scratch = Scratch(torch.float64, job.total.device)
     total, members = job.total, list(job.members)
     if total.shape[1] == 1 and all(member.x.shape[1] == 1 for member in members):
         total, members = total.view(1, -1), [_lying(member) for member in members]
@@ -47,26 +47,30 @@ def _sum(members: Sequence[Member], total: Tensor, root: bool, scratch: Scratch,
     direct = overwrite and cols.identity and cols.count == total.shape[1]
     for first, last in row_chunks(members[0].rows, len(total), cols.count):
         target = total[first:last]
-        rows_sum = target if direct else scratch.matrix(last - first, cols.count)
-        _sum_rows(members, rows_sum, first, root)
+        rows_sum = target if direct else scratch.matrix("rows", last - first, cols.count)
+        _sum_rows(members, rows_sum, first, root, scratch)
         if not overwrite:
-            target.add_(_sum_cols(rows_sum, cols, torch.empty_like(target)))
+            target.add_(_sum_cols(rows_sum, cols, scratch.matrix("cols", *target.shape)))
             continue
         if not direct:
             _sum_cols(rows_sum, cols, target)
         target.add_(0.0)  # -0 + 0 = +0: a sum that starts from zero
 
 
-def _sum_rows(members: Iterable[Member], out: Tensor, first: int, root: bool) -> None:
+def _sum_rows(members: Iterable[Member], out: Tensor, first: int, root: bool, scratch: Scratch) -> None:
     """The sum over all fine rows that lie on the coarse rows from ``first`` on."""
     empty = True
-    for values, begin, end in _contributions(members, first, first + len(out)):
-        target = out[begin - first : end - first].view(values.shape)
-        if empty and len(out) == end - begin:
-            target.copy_(values.sqrt() if root else values)
-        else:
+    for values, begin, end in _contributions(members, first, first + len(out), root, scratch):
+        target = out[begin - first : end - first].view(values[0].shape)
+        if not empty or len(out) > end - begin:
             out = out.zero_() if empty else out
-            target.add_(values.sqrt() if root else values)
+            values = [target, *values]
+        if len(values) == 1:
+            target.copy_(values[0])
+        else:
+            torch.add(values[0], values[1], out=target)
+        for value in values[2:]:
+            target.add_(value)
         empty = False
     if empty:
         out.zero_()
@@ -75,13 +79,16 @@ def _sum_rows(members: Iterable[Member], out: Tensor, first: int, root: bool) ->
             _add_scattered(member, out, first, root)
 
 
-def _contributions(members: Iterable[Member], first: int, last: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Fine rows as [units, length, C] and the coarse rows, from begin to end, that they are added to one by one."""
+def _contributions(
+    members: Iterable[Member], first: int, last: int, root: bool, scratch: Scratch
+) -> Iterator[tuple[Sequence[Tensor], int, int]]:
+    """Float64 summands, each [units, length, C], and the coarse rows, from begin to end, that they lie on."""
     for member in members:
         for run in () if scattered(member.rows) else runs(member.rows, first, last):
-            fine = member.x[run.fine : run.fine_end].view(run.units, run.members, run.length, -1)
-            for index in range(run.members):
-                yield fine[:, index], run.coarse, run.coarse_end
+            fine = member.x[run.fine : run.fine_end]
+            values = scratch.matrix("fine", *fine.shape).copy_(fine.sqrt() if root else fine)
+            summands = values.view(run.units, run.members, run.length, -1).unbind(1)
+            yield summands, run.coarse, run.coarse_end
 
 
 def _add_scattered(member: Member, out: Tensor, first: int, root: bool) -> None:

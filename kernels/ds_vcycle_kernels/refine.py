@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_vcycle_kernels.chunks import CHUNK_ELEMENTS, Scratch
+from ds_vcycle_kernels.chunks import Scratch
 from ds_vcycle_kernels.implementation import resolve
 from ds_vcycle_kernels.jobs import Implementation, RefineJob, check_refine
 from ds_vcycle_kernels.refine_reference import refine_reference
@@ -33,6 +33,6 @@ def refine(jobs: Sequence[RefineJob], *, beta: float, implementation: Implementa
     if any(job.x.device != device for job in jobs):
         raise ValueError("refine: the jobs of one call are on one device")
     assert resolve(implementation, device) == "torch"
-    scratch = Scratch(memory=torch.empty(CHUNK_ELEMENTS, device=device))
+    scratch = Scratch(torch.float32, device)
     for job in jobs:
         refine_reference(job, beta=beta, scratch=scratch)

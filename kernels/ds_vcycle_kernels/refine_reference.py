@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_vcycle_kernels.chunks import CHUNK_ELEMENTS, Scratch, row_chunks
+from ds_vcycle_kernels.chunks import Scratch, chunk_elements, row_chunks
 from ds_vcycle_kernels.jobs import Moment, RefineJob
 from ds_vcycle_kernels.positions import Positions, indices, runs, scattered
 
@@ -39,7 +39,7 @@ def refine_reference(job: RefineJob, *, beta: float, scratch: Scratch | None = N
         scratch: float32 memory to work in.
     """
     if scratch is None:
-        scratch = Scratch(memory=torch.empty(CHUNK_ELEMENTS, device=job.x.device))
+        scratch = Scratch(torch.float32, job.x.device)
     _refine(job, Moment(x=job.x, z=job.z, divisor=job.divisor), beta, job.weight, scratch)
     for moment in (job.exp_avg, job.exp_avg_sq):
         if moment is not None:
@@ -95,7 +95,7 @@ def _refine_runs(work: _Pass, scratch: Scratch) -> None:
 
 def _refine_scattered(work: _Pass, scratch: Scratch) -> None:
     table = indices(work.rows).to(work.x.device)
-    step = max(1, CHUNK_ELEMENTS // work.x.shape[1])
+    step = max(1, chunk_elements() // work.x.shape[1])
     for first in range(0, len(work.x), step):
         chosen = work.z.index_select(0, table[first : first + step])
         target = work.x[first : first + step]
@@ -107,12 +107,12 @@ def _refine_scattered(work: _Pass, scratch: Scratch) -> None:
 def _expanded(z_rc: Tensor, cols: Positions, divisor: float, scratch: Scratch) -> Tensor:
     """z / divisor with each column at its fine places: [r, C], valid until ``scratch`` is used again."""
     if divisor != 1.0:
-        z_rc = z_rc / divisor
+        z_rc = torch.div(z_rc, divisor, out=scratch.matrix("divided", *z_rc.shape))
     if cols.whole:
         z_rc = z_rc[:, : cols.count // cols.members]
         if cols.members == 1:
             return z_rc.contiguous()
-    out = scratch.matrix(len(z_rc), cols.count)
+    out = scratch.matrix("expanded", len(z_rc), cols.count)
     if cols.whole and cols.span == 1 and cols.members in (2, 4):
         _repeat_each(z_rc, out, cols.members)
     elif cols.whole and cols.span >= 16:
@@ -145,4 +145,5 @@ def _blend_(x: Tensor, value: Tensor | None, beta: float) -> None:
 
 
 def _flat_chunks(count: int) -> Iterator[slice]:
-    return (slice(first, first + CHUNK_ELEMENTS) for first in range(0, count, CHUNK_ELEMENTS))
+    step = chunk_elements()
+    return (slice(first, first + step) for first in range(0, count, step))

@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from ds_vcycle.checkpoint.store import CheckpointError, open_checkpoint
 from ds_vcycle.config import RunConfig
+from ds_vcycle.cycle.position import Position
+from ds_vcycle.cycle.resumable import check_resumable
+from ds_vcycle.cycle.saving import run_state
+from ds_vcycle.cycle.schedule import expand
 from tests.dist.cases_resume import Attempt
+from tests.dist.cases_store import local_shards, save_simulated
 from tests.dist.ranks import run_ranks
 from tests.resumed import attempts, records, status, write_config
 from tests.tiny import tiny_corpus, tiny_run
@@ -80,7 +86,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.seed": 2}, "data.seed is 1234 in the run and 2"),
     ({"data.path": "COPY"}, "data.path is"),
     ({"optimizer.weight_decay": 0.0}, "optimizer.weight_decay is 0.1 in the run and 0.0"),
-    ({"model.tensor_parallel": 2}, "model.tensor_parallel is 1 in the run and 2"),
+    ({"model.kv_groups": 2}, "model.kv_groups is None in the run and 2"),
     ({"deepspeed": {"prescale_gradients": True}}, "deepspeed.prescale_gradients is None in the run and True"),
 ]
 
@@ -113,6 +119,8 @@ OTHER_LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"levels": [{"micro_batch": 1}, {"zero_stage": 2}], "saving": {"every_steps": 1, "keep_last": 4}}),
     (2, 0, {"training.micro_batch": 1, "logging.every_steps": 1}),
     (1, 3, {"levels": [{"zero_stage": 2}], "evaluation.micro_batch": 2}),
+    (2, 2, {"model.tensor_parallel": 2}),  # the vocabulary's padding changes too, and the parked level's layout
+    (2, 3, {"levels": [{"tensor_parallel": 2, "zero_stage": 1}, {"micro_batch": 1}]}),
 ]
 
 
@@ -131,3 +139,32 @@ def test_another_layout_goes_on_with_the_same_losses(tmp_path: Path, stopped: Pa
             assert [(r["phase"], r["step"]) for r in found] == [(r["phase"], r["step"]) for r in wanted]
             assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in wanted], abs=1e-4)
         assert status(config.run_dir)["status"] == "finished"
+
+
+# (groupings, what changes, how the refusal begins if there is one)
+DEGREES: list[tuple[dict[str, str], dict[str, Any], str | None]] = [
+    (
+        {"ffn": "local_stack"},
+        {"model.tensor_parallel": 2},
+        "groupings.ffn=local_stack .* 1 in the run and 2",
+    ),
+    ({"head": "local_stack"}, {"levels": [{"tensor_parallel": 2}]}, "groupings.head=local_stack of level 2 stacks"),
+    ({"ffn": "local_stack"}, {"levels": [{}, {"tensor_parallel": 2}]}, None),  # the coarse level's does not matter
+    ({"hidden": "local_stack", "layer": "local_stack"}, {"model.tensor_parallel": 2}, None),
+    ({"ffn": "stack"}, {"model.tensor_parallel": 2}, None),
+]
+
+
+@pytest.mark.parametrize(("groupings", "changes", "refused"), DEGREES)
+def test_groups_that_depend_on_the_degree_keep_it(
+    tmp_path: Path, groupings: dict[str, str], changes: dict[str, Any], refused: str | None
+) -> None:
+    config = tiny_run(tmp_path / "run", changes={"operators.groupings": groupings})
+    wanted = tiny_run(tmp_path / "run", changes={"operators.groupings": groupings, **changes})
+    save_simulated(tmp_path / "step-00000001", local_shards(1), state=run_state(config, expand(config), Position()))
+    with open_checkpoint(tmp_path / "step-00000001") as checkpoint:
+        if refused is None:
+            check_resumable(checkpoint, wanted, expand(wanted))
+        else:
+            with pytest.raises(CheckpointError, match=refused + ".*; resume with tensor_parallel=1 at level 1"):
+                check_resumable(checkpoint, wanted, expand(wanted))

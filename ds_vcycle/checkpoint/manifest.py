@@ -22,6 +22,7 @@ from ds_vcycle.schema import Parameter
 FORMAT = "ds-vcycle shard store"
 VERSION = 1
 MANIFEST = "manifest.json"
+Run = tuple[int, int]  # indices [start, end)
 
 
 class CheckpointError(UserError):
@@ -55,6 +56,24 @@ class StoredParameter:
     def local_numel(self) -> int:
         """Elements of one tensor-parallel shard, pad rows included."""
         return math.prod(self.padded_shape) // self.tp
+
+    @property
+    def width(self) -> int:
+        """Columns of one tensor-parallel shard; a vector has one."""
+        return self.local_numel // (self.padded_shape[0] // (self.tp if self.tp_dim == 0 else 1))
+
+    def runs(self, dim: int, tp_rank: int) -> tuple[Run, ...]:
+        """The global index ranges of ``dim`` that a shard holds, in local order, pad rows included.
+
+        Dim 1 of a vector is its one column.
+        """
+        size = self.padded_shape[dim] if dim < len(self.padded_shape) else 1
+        if dim != self.tp_dim:
+            return ((0, size),)
+        per_part = size // self.tp_stride
+        run = per_part // self.tp
+        starts = (part * per_part + tp_rank * run for part in range(self.tp_stride))
+        return tuple((start, start + run) for start in starts)
 
     def real_numel(self, tp_rank: int) -> int:
         """Elements of a shard before its pad rows begin; pad rows are the last rows of dim 0 over all ranks."""

@@ -1,10 +1,10 @@
-"""Reading a checkpoint: any flat range of any shard, put together from whatever files hold it."""
+"""Reading a checkpoint: any flat range of any shard under any layout, put together from whatever files hold it."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from ds_vcycle.checkpoint.manifest import (
 )
 from ds_vcycle.checkpoint.retention import check_files, settled
 from ds_vcycle.checkpoint.shards import ShardReader
+from ds_vcycle.checkpoint.slices import Block, shared_blocks
 from ds_vcycle.schema import Parameter
 
 
@@ -39,12 +40,11 @@ class FlatRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Where elements [start, end) of a wanted range come from."""
+    """A rectangle of a stored shard that one fragment holds."""
 
-    start: int
-    end: int
     file: str
     entry: FragmentEntry
+    block: Block
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -94,12 +94,17 @@ class Checkpoint:
         """Number of ranks that wrote it."""
         return self.manifest.world_size
 
+    @property
+    def tensor_parallel(self) -> int:
+        """The tensor-parallel degree it was written under."""
+        return max((parameter.tp for parameter in self.manifest.parameters.values()), default=1)
+
     def close(self) -> None:
         """Let go of the files."""
         self._readers.clear()
 
-    def expect(self, parameters: Iterable[Parameter], *, tp: int) -> None:
-        """The checkpoint holds these parameters, with these shapes and this tensor-parallel degree, and no others.
+    def expect(self, parameters: Iterable[Parameter]) -> None:
+        """The checkpoint holds these parameters, with these shapes, and no others; padding and degree may differ.
 
         Raises:
             CheckpointError: names the parameters left over on either side, or the first that differs.
@@ -115,7 +120,7 @@ class Checkpoint:
                     f"{self.directory} {text}: {some}; resume with the configuration it was saved with"
                 )
         for parameter in wanted.values():
-            self._stored(parameter, tp)
+            self._stored(parameter)
 
     def keys(self, parameter: Parameter) -> frozenset[str]:
         """Which tensors a parameter is stored with: "master", and "exp_avg", "exp_avg_sq" if there were moments."""
@@ -127,21 +132,24 @@ class Checkpoint:
 
         Args:
             parameter: of the model that is being filled.
-            tp: its tensor-parallel degree; must be that of the checkpoint, unless the parameter is replicated.
+            tp: its tensor-parallel degree there, whatever it was stored with.
             tp_rank: whose shard.
             start: first element.
             length: number of elements.
             key: "master", "exp_avg" or "exp_avg_sq".
 
         Raises:
-            CheckpointError: the parameter, the key or a part of the range is not stored; it is laid out or shaped
-                differently; a checksum does not match. Names file and parameter.
+            CheckpointError: the parameter, the key or a part of the range is not stored; it has another shape; a
+                checksum does not match. Names file and parameter.
         """
         wanted = FlatRange(parameter=parameter, tp=tp, tp_rank=tp_rank, start=start, length=length)
         out = torch.zeros(length, dtype=torch.float32)
+        stride, stored_stride = describe(parameter, tp).width, self._stored(parameter).width
         for piece in self._pieces(wanted, key):
-            into = out[piece.start - start : piece.end - start]
-            self._reader(piece.file).copy_range(piece.entry.tensor_name(key), piece.start - piece.entry.start, into)
+            (top, bottom), (left, right) = piece.block.rows, piece.block.cols
+            into = out.as_strided((bottom - top, right - left), (stride, 1), piece.block.into - start)
+            first = top * stored_stride + left - piece.entry.start
+            self._reader(piece.file).copy_rows(piece.entry.tensor_name(key), first, stored_stride, into)
         return out
 
     def verify(self, ranges: Iterable[FlatRange] | None = None) -> None:
@@ -183,18 +191,13 @@ class Checkpoint:
             self._readers[name] = ShardReader(self.directory / name, self._files[name], self.manifest.identity)
         return self._readers[name]
 
-    def _stored(self, parameter: Parameter, tp: int) -> StoredParameter:
-        """The stored form of a parameter, which must be the wanted one."""
-        stored, wanted = self.manifest.parameters.get(parameter.name), describe(parameter, tp)
+    def _stored(self, parameter: Parameter) -> StoredParameter:
+        """The stored form of a parameter, which must have the wanted one's shape."""
+        stored, wanted = self.manifest.parameters.get(parameter.name), describe(parameter, 1)
         where = f"{self.directory}: {parameter.name}"
         if stored is None:
             raise CheckpointError(f"{where} is not stored; resume with the configuration the checkpoint was saved with")
-        if stored.tp != wanted.tp and (stored.tp_dim, stored.shape) == (wanted.tp_dim, wanted.shape):
-            raise CheckpointError(
-                f"{where} is split over tensor_parallel={stored.tp}, not {wanted.tp}; resume with "
-                f"tensor_parallel={stored.tp} (another degree needs the checkpoint to be converted first)"
-            )
-        if stored != wanted:
+        if (stored.shape, stored.tp_dim, stored.tp_stride) != (wanted.shape, wanted.tp_dim, wanted.tp_stride):
             raise CheckpointError(
                 f"{where} has shape {_shape(stored)}, the model's is {_shape(wanted)}; resume with the "
                 "configuration the checkpoint was saved with"
@@ -202,27 +205,40 @@ class Checkpoint:
         return stored
 
     def _pieces(self, wanted: FlatRange, key: str) -> list[_Piece]:
-        """The stored fragments that hold a range, in order, its pad rows aside."""
-        stored = self._stored(wanted.parameter, wanted.tp)
-        tp_rank = wanted.tp_rank if stored.tp > 1 else 0
-        position, end = wanted.start, wanted.start + wanted.length
-        assert 0 <= position <= end <= stored.local_numel, f"{stored.name}: [{position}, {end}) of {stored.local_numel}"
-        end = min(end, stored.real_numel(tp_rank))
-        found = self._index.get((stored.name, tp_rank), [])
-        at = max(bisect_right(found, position, key=lambda item: item[0]) - 1, 0)
+        """The parts of stored fragments that make up a range, its pad rows aside."""
+        stored, layout = self._stored(wanted.parameter), describe(wanted.parameter, wanted.tp)
+        start, end = wanted.start, wanted.start + wanted.length
+        assert 0 <= start <= end <= layout.local_numel, f"{stored.name}: [{start}, {end}) of {layout.local_numel}"
+        tp_rank = wanted.tp_rank if layout.tp > 1 else 0
         pieces: list[_Piece] = []
-        for first, file, entry in found[at:]:
-            if position >= end or first > position or key not in entry.tensors:
-                break
-            stop = min(first + entry.length, end)
-            pieces.append(_Piece(start=position, end=stop, file=file, entry=entry))
-            position = stop
-        if position < end:
-            raise CheckpointError(
-                f"{self.directory}: elements {position} to {end} of {stored.name} ({key}, tensor-parallel rank "
-                f"{tp_rank}) are not stored; it has {', '.join(sorted(self.keys(wanted.parameter))) or 'nothing'}"
-            )
+        for block in shared_blocks(stored, layout, tp_rank, start, wanted.length):
+            found = list(self._holders(stored, block, layout.width, key))
+            if sum(piece.block.numel for piece in found) < block.numel:
+                first, last = _span(block, stored.width)
+                held = ", ".join(sorted(self.keys(wanted.parameter))) or "nothing"
+                raise CheckpointError(
+                    f"{self.directory}: elements {first} to {last} of {stored.name} ({key}, tensor-parallel rank "
+                    f"{block.tp_rank}) are not stored; it has {held}"
+                )
+            pieces += found
         return pieces
+
+    def _holders(self, stored: StoredParameter, block: Block, wanted_width: int, key: str) -> Iterator[_Piece]:
+        """The fragments that hold parts of a rectangle of a stored shard, and which parts."""
+        entries = self._index.get((stored.name, block.tp_rank), [])
+        first, last = _span(block, stored.width)
+        at = max(bisect_right(entries, first, key=lambda item: item[0]) - 1, 0)
+        for start, file, entry in entries[at:]:
+            if start >= last:
+                break
+            if key in entry.tensors:
+                for part in block.within(start, entry.length, stored.width, wanted_width):
+                    yield _Piece(file=file, entry=entry, block=part)
+
+
+def _span(block: Block, width: int) -> tuple[int, int]:
+    """The flat range of a shard from a rectangle's first element to its last."""
+    return block.rows[0] * width + block.cols[0], (block.rows[1] - 1) * width + block.cols[1]
 
 
 def _shape(parameter: StoredParameter) -> str:

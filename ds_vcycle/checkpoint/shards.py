@@ -111,10 +111,12 @@ class ShardReader:
         whole: torch.Tensor = self._open.get_tensor(name).clone()
         return whole
 
-    def copy_range(self, name: str, start: int, into: torch.Tensor) -> None:
-        """Fill ``into`` (1-D) from elements ``start`` onwards of a flat tensor."""
+    def copy_rows(self, name: str, start: int, stride: int, into: torch.Tensor) -> None:
+        """Fill ``into`` [rows, cols] from a flat tensor: row i from element ``start + i * stride`` onwards."""
         self.check(name)
-        into.copy_(self._open.get_slice(name)[start : start + into.numel()])
+        rows, cols = into.shape
+        flat = self._open.get_slice(name)[start : start + (rows - 1) * stride + cols]
+        into.copy_(flat.as_strided((rows, cols), (stride, 1)))
 
 
 def _open(path: Path) -> Any:

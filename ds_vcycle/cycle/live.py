@@ -97,7 +97,10 @@ class LiveRun:
         if held.random_states is not None:
             set_rng_state(held.random_states)
         else:
-            self.progress.note("warning: another number of ranks than before: random generators are seeded anew")
+            self.progress.note(
+                "warning: another number of ranks or tensor-parallel degree than before: random generators are seeded "
+                "anew"
+            )
         self.progress.note(f"resumed from {held.directory}")
         self._lap = time.perf_counter()
 

@@ -23,7 +23,8 @@ from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.position import Position, position_from
-from ds_vcycle.cycle.saving import check_resumable, gather_objects, read_run, versions
+from ds_vcycle.cycle.resumable import check_resumable
+from ds_vcycle.cycle.saving import gather_objects, read_run, versions
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnings_for
 from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
 

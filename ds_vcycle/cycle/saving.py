@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 import ds_vcycle
 from ds_vcycle.checkpoint.store import (
     Checkpoint,
-    CheckpointError,
     FlatRange,
     StoredFragment,
     is_writer,
@@ -26,19 +24,18 @@ from ds_vcycle.checkpoint.store import (
 )
 from ds_vcycle.config import EmbeddingPolicy, RunConfig
 from ds_vcycle.cycle.position import Position, position_from
-from ds_vcycle.cycle.schedule import Phase, first_difference, from_records, to_records
+from ds_vcycle.cycle.schedule import Phase, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh, mesh_for, raise_together, rng_state
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
 from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
-from ds_vcycle.train.deepspeed_config import MONITORS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a checkpoint held for this rank; no random states if another number of ranks wrote it."""
+    """What a checkpoint held for this rank; no random states if other ranks or another degree wrote it."""
 
     directory: Path
     position: Position
@@ -46,13 +43,6 @@ class Restored:
     parked: dict[int, Fragments]
     random_states: dict[str, Tensor] | None
     counters: Mapping[str, int]
-
-
-# What may change at a resume, as patterns of dotted keys: where and what is written, and how the ranks share the work
-_FREE = (
-    "run_dir", "evaluation.*", "saving.*", "logging.*", "*.zero_stage", "*.micro_batch", "deepspeed.log_level",
-    *(f"deepspeed.{monitor}.*" for monitor in MONITORS),
-)  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -86,32 +76,6 @@ def run_state(config: RunConfig, phases: Sequence[Phase], position: Position) ->
         "versions": versions(),
         "threads": torch.get_num_threads(),
     }
-
-
-def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[Phase]) -> None:
-    """Refuse to go on under another configuration than the checkpoint's.
-
-    Raises:
-        CheckpointError: names the first key or phase that differs, both values, and the remedy.
-    """
-    state = checkpoint.state
-    if "position" not in state:
-        raise CheckpointError(
-            f"{checkpoint.directory} is no checkpoint of a run; resume from a run's step-... checkpoint"
-        )
-    remedy = (
-        f"resume with the configuration it was saved with, or start anew with another run_dir than {config.run_dir}"
-    )
-    difference = first_difference(from_records(state["phases"]), phases)
-    if difference:
-        raise CheckpointError(f"{checkpoint.directory}: {difference}; {remedy}")
-    recorded, wanted = (_flat(tree) for tree in (state["config"], config.model_dump(mode="json")))
-    for key in sorted(recorded.keys() | wanted.keys()):
-        if recorded.get(key) != wanted.get(key) and not any(fnmatchcase(key, pattern) for pattern in _FREE):
-            raise CheckpointError(
-                f"{checkpoint.directory}: {key} is {recorded.get(key)!r} in the run and {wanted.get(key)!r} in the "
-                f"configuration; {remedy}"
-            )
 
 
 def all_finite(engine: Engine) -> bool:
@@ -149,7 +113,8 @@ def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]
     for index, name in position.parked.items():
         with open_checkpoint(checkpoint.directory.parent / name) as other:
             parked[index] = staged(other, index).master
-    same_ranks = checkpoint.world_size == dist.get_world_size()
+    tensor_parallel = levels[position.level - 1].tensor_parallel
+    same_ranks = (checkpoint.world_size, checkpoint.tensor_parallel) == (dist.get_world_size(), tensor_parallel)
     return Restored(
         directory=checkpoint.directory,
         position=position,
@@ -167,7 +132,7 @@ def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh
         CheckpointError: something is damaged, missing or of another shape; names the file and the parameter.
     """
     table = parameters(level.shape, embedding)
-    checkpoint.expect(table, tp=layout.tp)
+    checkpoint.expect(table)
     ranges = _ranges(table, layout, mesh)
     checkpoint.verify(ranges.values())
     step = int(checkpoint.state.get("adam_step", 0))
@@ -230,12 +195,3 @@ def _read(checkpoint: Checkpoint, ranges: Mapping[str, FlatRange], key: str) -> 
         name: checkpoint.read(r.parameter, tp=r.tp, tp_rank=r.tp_rank, start=r.start, length=r.length, key=key)
         for name, r in ranges.items()
     }
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested tree as dotted keys, sections in a list by their index; an empty section has none."""
-    if isinstance(tree, list) and all(isinstance(value, dict) for value in tree):
-        tree = dict(enumerate(tree))
-    if isinstance(tree, dict):
-        return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
-    return {prefix.rstrip("."): tree}

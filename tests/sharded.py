@@ -54,27 +54,30 @@ class Mailbox:
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
-        self.slots: dict[tuple[int, int], Tensor] = {}
+        self.slots: dict[tuple[int, int], list[Tensor]] = {}
 
-    def exchange(self, rank: int, outgoing: Sequence[Tensor], incoming: Sequence[int]) -> list[Tensor]:
-        for peer, tensor in enumerate(outgoing):
-            self.slots[rank, peer] = tensor
+    def exchange(self, rank: int, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]]) -> Any:
+        for peer, pieces in enumerate(outgoing):
+            self.slots[rank, peer] = [piece if peer == rank else piece.clone().reshape(-1) for piece in pieces]
         self.barrier.wait(30)
         received = [self.slots[peer, rank] for peer in range(len(outgoing))]
         self.barrier.wait(30)
-        assert [t.numel() for t in received] == list(incoming)
+        assert [[piece.numel() for piece in pieces] for pieces in received] == [list(counts) for counts in incoming]
         return received
 
 
 class ThreadExchange:
-    """Stands in for ``transfer.Exchange``; counts what leaves the rank."""
+    """Stands in for ``exchange.Exchange``; counts what leaves the rank."""
 
     def __init__(self, mailbox: Mailbox, rank: int, world_size: int) -> None:
         self.mesh, self.mailbox, self.sent_bytes = ThreadMesh(rank, world_size), mailbox, 0
 
-    def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        assert all(t.dtype == dtype for t in outgoing)
-        self.sent_bytes += sum(t.numel() * t.element_size() for p, t in enumerate(outgoing) if p != self.mesh.rank)
+    def __call__(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> list[list[Tensor]]:
+        others = [piece for peer, pieces in enumerate(outgoing) if peer != self.mesh.rank for piece in pieces]
+        assert all(piece.dtype == dtype for piece in others)
+        self.sent_bytes += sum(piece.numel() * piece.element_size() for piece in others)
         return self.mailbox.exchange(self.mesh.rank, outgoing, incoming)
 
 

@@ -18,8 +18,9 @@ from ds_vcycle.config import MomentPolicy
 from ds_vcycle.faults import fault_point
 from ds_vcycle.operators.apply import blend_coarse, coarse_factor
 from ds_vcycle.parallel import Mesh
+from ds_vcycle.sharding.exchange import Exchange
 from ds_vcycle.sharding.geometry import Geometry
-from ds_vcycle.sharding.transfer import Exchange, coalesce_fragments, refine_fragments
+from ds_vcycle.sharding.transfer import coalesce_fragments, refine_fragments
 from ds_vcycle.sharding.zero import Engine, adam_step, fragments, push, set_moments
 
 Fragments = dict[str, Tensor]  # this rank's flat fragments by parameter name, float32

@@ -42,9 +42,10 @@ def sum_block(x_RC: Tensor, rows_R: Tensor, cols_C: Tensor | None, shape: tuple[
 def prepare_down(x: Tensor, quantity: Quantity) -> Tensor:
     """What is summed when going down: the value, or the square root of a second moment.
 
-    The root is rounded to float32 before the float64 sum, so that the sum is exact and no order of adding shows.
+    The root is rounded to float32 before the float64 sum, so that the sum is exact and no order of adding shows. It is
+    taken in float64: the float32 root of torch on a CPU is off by one ulp here and there.
     """
-    return x.float().sqrt() if quantity == "exp_avg_sq" else x
+    return x.double().sqrt().float() if quantity == "exp_avg_sq" else x
 
 
 def contributes(child: Child, quantity: Quantity) -> bool:

@@ -3,62 +3,38 @@
 Only coarse-sized data crosses ranks. Going down a rank sums its own fine fragments' contributions per coarse element in
 float64 and sends the partial sums to the owners, who add them in rank order, divide and round once: the result has the
 same bits under every layout. Going up a rank receives the float32 coarse elements that its fine fragments read, and
-blends in place. What is exchanged is fixed by :mod:`ds_vcycle.sharding.geometry`.
+blends in place. What is exchanged is fixed by :mod:`ds_vcycle.sharding.geometry`; the sums and the blend are
+:mod:`ds_vcycle_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from ds_vcycle_kernels import CoalesceJob, Implementation, Member, Positions, RefineJob, coalesce, positions, refine
 from torch import Tensor
 
 from ds_vcycle.faults import fault_point
 from ds_vcycle.operators.apply import (
     Quantity,
-    blend_fine_,
     contributes,
     down_divisors,
-    finish_down,
     outer,
-    prepare_down,
-    sum_block,
     up_divisors,
 )
 from ds_vcycle.operators.plan import Child, Index, ParameterMap
+from ds_vcycle.sharding.exchange import Exchange, Pieces
 from ds_vcycle.sharding.geometry import Block, Geometry, ParameterGeometry, Piece, Touch
+from ds_vcycle.sharding.rectangles import Rectangle, add, part, put, view
 
-if TYPE_CHECKING:
-    from ds_vcycle.parallel import Mesh
+BUCKET_ELEMENTS = 1 << 22
 
-BUCKET_ELEMENTS = 1 << 23
-
-
-@dataclass(kw_only=True)
-class Exchange:
-    """The collective of a transition. ``sent_bytes`` counts what this rank handed to other ranks."""
-
-    mesh: Mesh
-    sent_bytes: int = field(default=0)
-
-    def __call__(self, outgoing: Sequence[Tensor], incoming: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Send ``outgoing[peer]`` to each peer; return the ``incoming[peer]`` elements of each, flat, in rank order."""
-        rank, device = self.mesh.rank, self.mesh.device
-        if self.mesh.world_size == 1:
-            return [outgoing[0].to(device)]
-        sizes = [0 if peer == rank else tensor.numel() for peer, tensor in enumerate(outgoing)]
-        wanted = [0 if peer == rank else count for peer, count in enumerate(incoming)]
-        send = torch.cat([t.to(device) for peer, t in enumerate(outgoing) if peer != rank])
-        received = torch.empty(sum(wanted), dtype=dtype, device=device)
-        dist.all_to_all_single(received, send, wanted, sizes)
-        self.sent_bytes += send.numel() * send.element_size()
-        pieces = list(torch.split(received, wanted))
-        pieces[rank] = outgoing[rank].to(device)
-        return pieces
+Passing = list[tuple[int, Piece]]  # (index of the parameter in its bucket, piece)
 
 
 def coalesce_fragments(
@@ -68,6 +44,7 @@ def coalesce_fragments(
     exchange: Exchange,
     *,
     bucket: int = BUCKET_ELEMENTS,
+    kernels: Implementation = "auto",
 ) -> dict[str, Tensor]:
     """Coalesce one quantity of the fine level's fragments into the coarse level's, float32 on the host.
 
@@ -77,30 +54,30 @@ def coalesce_fragments(
         quantity: weights or one of Adam's moments.
         exchange: the collective; every rank calls this function with the same geometry and quantity.
         bucket: coarse elements handled at once.
+        kernels: what sums; the bits do not depend on it.
 
     Returns:
         This rank's flat coarse fragments by parameter name; pad rows are zero.
     """
-    rank, world = exchange.mesh.rank, exchange.mesh.world_size
-    held = geometry.coarse_placements(rank)
-    coarse = {name: torch.zeros(placement.length) for name, placement in held.items()}
+    rank, ranks = exchange.mesh.rank, range(exchange.mesh.world_size)
+    held, device = geometry.coarse_placements(rank), exchange.mesh.device
+    coarse = {name: torch.zeros(placement.length, device=device) for name, placement in held.items()}
     for items in geometry.buckets(bucket):
-        outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-        for parameter in items:
-            partials: dict[int, Tensor] = {}
-            touches = parameter.touches(rank)
-            for peer in range(world):
-                if parameter.goes_down(fine_rank=rank, coarse_rank=peer):
-                    for piece in parameter.pieces(fine_rank=rank, coarse_rank=peer):
-                        if piece.touch not in partials:
-                            partials[piece.touch] = _partial_sum(parameter.item, touches[piece.touch], fine, quantity)
-                        part = _part(partials[piece.touch], touches[piece.touch], piece.rows, piece.cols)
-                        outgoing[peer].append(part.reshape(-1))
-        expected = [_incoming(items, fine_rank=peer, coarse_rank=rank, down=True) for peer in range(world)]
-        received = exchange(_joined(outgoing, torch.float64), [_count(e) for e in expected], torch.float64)
+        leaving = [_passing(items, fine_rank=rank, coarse_rank=peer, down=True) for peer in ranks]
+        arriving = [_passing(items, fine_rank=peer, coarse_rank=rank, down=True) for peer in ranks]
+        wanted = {(index, piece.touch) for pieces in leaving for index, piece in pieces}
+        sums = _partial_sums(items, sorted(wanted), fine, quantity, rank, kernels)
+        outgoing = [
+            [
+                part(sums[index, piece.touch], items[index].touches(rank)[piece.touch], piece.rows, piece.cols)
+                for index, piece in pieces
+            ]
+            for pieces in leaving
+        ]
+        received = exchange(outgoing, _counts(arriving), torch.float64)
         fault_point("coalesce.exchanged")
-        _add_up(items, expected, received, coarse, quantity, rank)
-    return coarse
+        _add_up(items, arriving, received, coarse, quantity, rank)
+    return {name: value.cpu() for name, value in coarse.items()}
 
 
 def refine_fragments(
@@ -112,6 +89,7 @@ def refine_fragments(
     *,
     beta: float,
     bucket: int = BUCKET_ELEMENTS,
+    kernels: Implementation = "auto",
 ) -> None:
     """De-coalesce one quantity and blend it into the fine fragments in place: x <- beta x + P(z).
 
@@ -123,189 +101,167 @@ def refine_fragments(
         exchange: the collective; every rank calls this function with the same geometry, quantity and beta.
         beta: the factor of what ``fine`` holds; 0 overwrites.
         bucket: coarse elements handled at once.
+        kernels: what blends; the bits do not depend on it.
     """
-    rank, world = exchange.mesh.rank, exchange.mesh.world_size
+    rank, ranks = exchange.mesh.rank, range(exchange.mesh.world_size)
     for items in geometry.buckets(bucket):
-        outgoing: list[list[Tensor]] = [[] for _ in range(world)]
-        for parameter in items:
-            owned = parameter.blocks(rank)
-            for peer in range(world):
-                if parameter.goes_up(fine_rank=peer, coarse_rank=rank):
-                    for piece in parameter.pieces(fine_rank=peer, coarse_rank=rank):
-                        block = owned[piece.block]
-                        view = _view(coarse[parameter.item.coarse.name], block)
-                        outgoing[peer].append(_part(view, block, piece.rows, piece.cols).reshape(-1))
-        expected = [_incoming(items, fine_rank=rank, coarse_rank=peer, down=False) for peer in range(world)]
-        received = exchange(_joined(outgoing, torch.float32), [_count(e) for e in expected], torch.float32)
+        leaving = [_passing(items, fine_rank=peer, coarse_rank=rank, down=False) for peer in ranks]
+        arriving = [_passing(items, fine_rank=rank, coarse_rank=peer, down=False) for peer in ranks]
+        outgoing = [[_owned(items[index], piece, coarse, rank) for index, piece in pieces] for pieces in leaving]
+        received = exchange(outgoing, _counts(arriving), torch.float32)
         fault_point("refine.exchanged")
-        for item, touch, z in _assembled(items, expected, received, rank):
-            for child, block in touch.members:
-                x = _view(fine[child.parameter.name], block)
-                value = _de_coalesced(item, child, block, touch, z, quantity)
-                blend_fine_(x, None if value is None else value.to(x.device), beta=beta)
+        jobs = [
+            _refine_job(item, child, block, touch, z, view(fine[child.parameter.name], block), quantity)
+            for item, touch, z in _assembled(items, arriving, received, rank)
+            for child, block in touch.members
+        ]
+        refine(jobs, beta=beta, implementation=kernels)
 
 
-Expected = list[tuple[int, Piece]]  # (index of the parameter in its bucket, piece)
-
-
-def _incoming(items: Sequence[ParameterGeometry], *, fine_rank: int, coarse_rank: int, down: bool) -> Expected:
-    """The pieces this rank receives from a peer, in the order in which the peer sends them."""
-    expected: Expected = []
+def _passing(items: Sequence[ParameterGeometry], *, fine_rank: int, coarse_rank: int, down: bool) -> Passing:
+    """The pieces that pass between two ranks, in the order in which they are sent."""
+    found: Passing = []
     for index, parameter in enumerate(items):
         serves = parameter.goes_down if down else parameter.goes_up
         if serves(fine_rank=fine_rank, coarse_rank=coarse_rank):
-            expected += [(index, piece) for piece in parameter.pieces(fine_rank=fine_rank, coarse_rank=coarse_rank)]
-    return expected
+            found += [(index, piece) for piece in parameter.pieces(fine_rank=fine_rank, coarse_rank=coarse_rank)]
+    return found
 
 
-def _partial_sum(item: ParameterMap, touch: Touch, fine: Mapping[str, Tensor], quantity: Quantity) -> Tensor:
-    total: Tensor | None = None
-    for child, block in touch.members:
-        x = _view(fine[child.parameter.name], block)
-        if total is None:
-            total = torch.zeros(touch.shape, dtype=torch.float64, device=x.device)
-        if contributes(child, quantity):
-            rows, cols = _parents(item, touch, block, x.device)
-            total += sum_block(prepare_down(x, quantity), rows, cols, touch.shape)
-    assert total is not None
-    return total
+def _partial_sums(
+    items: Sequence[ParameterGeometry],
+    wanted: Sequence[tuple[int, int]],
+    fine: Mapping[str, Tensor],
+    quantity: Quantity,
+    rank: int,
+    kernels: Implementation,
+) -> dict[tuple[int, int], Tensor]:
+    """The float64 sums of this rank's fine elements, by (parameter of the bucket, touch), [rows, cols] each."""
+    jobs = {}
+    for index, number in wanted:
+        item, touch = items[index].item, items[index].touches(rank)[number]
+        device = fine[touch.members[0][0].parameter.name].device
+        members = []
+        for child, block in touch.members:
+            if contributes(child, quantity):
+                rows, cols = _positions(item, touch, block)
+                members.append(Member(x=view(fine[child.parameter.name], block), rows=rows, cols=cols))
+        total = torch.empty(touch.shape, dtype=torch.float64, device=device)
+        jobs[index, number] = CoalesceJob(members=members, total=total, root=quantity == "exp_avg_sq")
+    coalesce(list(jobs.values()), implementation=kernels)
+    return {at: job.total for at, job in jobs.items()}
+
+
+def _owned(parameter: ParameterGeometry, piece: Piece, coarse: Mapping[str, Tensor], rank: int) -> Tensor:
+    block = parameter.blocks(rank)[piece.block]
+    return part(view(coarse[parameter.item.coarse.name], block), block, piece.rows, piece.cols)
 
 
 def _add_up(
     items: Sequence[ParameterGeometry],
-    expected: Sequence[Expected],
-    received: Sequence[Tensor],
+    arriving: Sequence[Passing],
+    received: Sequence[Pieces],
     coarse: Mapping[str, Tensor],
     quantity: Quantity,
     rank: int,
 ) -> None:
     """Add the partial sums of all peers in rank order, divide, round once, and write the coarse fragments."""
-    owned = [parameter.blocks(rank) for parameter in items]
-    totals = [[torch.zeros(len(b.rows), len(b.cols), dtype=torch.float64) for b in blocks] for blocks in owned]
-    counts = [[0 for _ in blocks] for blocks in owned]
-    for pieces, flat in zip(expected, received, strict=True):
-        for (index, piece), values in zip(pieces, _split(flat.cpu(), pieces), strict=True):
-            block = owned[index][piece.block]
-            rows, cols = _within(block.rows, piece.rows), _within(block.cols, piece.cols)
-            target = totals[index][piece.block]
-            _add(target, rows, cols, values)
-            counts[index][piece.block] += piece.numel
-    for parameter, blocks, sums, seen in zip(items, owned, totals, counts, strict=True):
+    found = _by_rectangle(arriving, received, "block")
+    for index, parameter in enumerate(items):
         item = parameter.item
-        for block, total, count in zip(blocks, sums, seen, strict=True):
-            assert count >= block.numel, f"{item.coarse.name}: {block.numel - count} coarse elements were not filled"
-            divisor = outer(*down_divisors(item, quantity), rows=block.rows, cols=block.cols)
-            _view(coarse[item.coarse.name], block).copy_(finish_down(total, divisor, quantity))
+        for number, block in enumerate(parameter.blocks(rank)):
+            total = _combined(block, found[index, number], torch.float64, item.coarse.name)
+            divisors, scalar = down_divisors(item, quantity)
+            divisor = _divisor(divisors, scalar, block)
+            if isinstance(divisor, Tensor):
+                total.div_(divisor.to(total.device))
+            elif divisor != 1.0:
+                total.div_(divisor)
+            if quantity == "exp_avg_sq":
+                total.square_()
+            view(coarse[item.coarse.name], block).copy_(total)
 
 
 def _assembled(
-    items: Sequence[ParameterGeometry],
-    expected: Sequence[Expected],
-    received: Sequence[Tensor],
-    rank: int,
+    items: Sequence[ParameterGeometry], arriving: Sequence[Passing], received: Sequence[Pieces], rank: int
 ) -> Iterator[tuple[ParameterMap, Touch, Tensor]]:
     """The coarse rectangle of each touch of this rank, put together from all peers' pieces."""
-    touches = [parameter.touches(rank) for parameter in items]
-    device = received[0].device
-    blocks = [[torch.empty(touch.shape, device=device) for touch in found] for found in touches]
-    counts = [[0 for _ in found] for found in touches]
-    for pieces, flat in zip(expected, received, strict=True):
-        for (index, piece), values in zip(pieces, _split(flat, pieces), strict=True):
-            touch = touches[index][piece.touch]
-            rows, cols = _within(touch.rows, piece.rows), _within(touch.cols, piece.cols)
-            _put(blocks[index][piece.touch], rows, cols, values)
-            counts[index][piece.touch] += piece.numel
-    for parameter, found, values_of, seen in zip(items, touches, blocks, counts, strict=True):
-        item = parameter.item
-        for touch, z, count in zip(found, values_of, seen, strict=True):
-            assert count == z.numel(), f"{item.coarse.name}: {count} of {z.numel()} coarse elements arrived"
-            yield item, touch, z
+    found = _by_rectangle(arriving, received, "touch")
+    for index, parameter in enumerate(items):
+        for number, touch in enumerate(parameter.touches(rank)):
+            yield (
+                parameter.item,
+                touch,
+                _combined(touch, found[index, number], torch.float32, parameter.item.coarse.name),
+            )
 
 
-def _de_coalesced(
-    item: ParameterMap, child: Child, block: Block, touch: Touch, z: Tensor, quantity: Quantity
-) -> Tensor | None:
-    """The values of a fine block read from the coarse rectangle it touches; None where they are all zero."""
+def _refine_job(
+    item: ParameterMap, child: Child, block: Block, touch: Touch, z: Tensor, x: Tensor, quantity: Quantity
+) -> RefineJob:
+    """A fine block that reads the coarse rectangle it touches."""
     divisors, scalar = up_divisors(item, child, quantity)
+    rows, cols = _positions(item, touch, block)
     if scalar == 0:
-        return None
-    scaled = z / outer(divisors, scalar, rows=touch.rows, cols=touch.cols).float().to(z.device)
-    rows, cols = _parents(item, touch, block, z.device)
-    value = scaled.index_select(0, rows)
-    return value if cols is None else value.index_select(1, cols)
+        return RefineJob(x=x, z=None, rows=rows, cols=cols)
+    divisor = _divisor(divisors, scalar, touch)
+    if isinstance(divisor, float):
+        return RefineJob(x=x, z=z, divisor=divisor, rows=rows, cols=cols)
+    return RefineJob(
+        x=x, z=z / divisor.float().to(z.device), rows=rows, cols=cols
+    )  # unlike groups: divided at coarse size
 
 
-def _parents(item: ParameterMap, touch: Touch, block: Block, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Positions within the touch of each fine row and column of a block; None where columns map one to one in order."""
+def _by_rectangle(
+    arriving: Sequence[Passing], received: Sequence[Pieces], which: Literal["block", "touch"]
+) -> Mapping[tuple[int, int], list[tuple[Piece, Tensor]]]:
+    """The pieces of each rectangle with their values, in rank order, by (parameter of the bucket, rectangle)."""
+    found: defaultdict[tuple[int, int], list[tuple[Piece, Tensor]]] = defaultdict(list)
+    for pieces, values in zip(arriving, received, strict=True):
+        for (index, piece), value in zip(pieces, values, strict=True):
+            found[index, piece.block if which == "block" else piece.touch].append((piece, value))
+    return found
+
+
+def _combined(
+    rectangle: Block | Touch, pieces: Sequence[tuple[Piece, Tensor]], dtype: torch.dtype, name: str
+) -> Tensor:
+    """A rectangle from its pieces: float64 ones are added up, float32 ones lie side by side. All of it is covered."""
+    shape = len(rectangle.rows), len(rectangle.cols)
+    count = sum(piece.numel for piece, _ in pieces)
+    covered = count >= prod(shape) if dtype == torch.float64 else count == prod(shape)
+    assert covered, f"{name}: {count} elements arrived for {shape[0]} x {shape[1]}"
+    if len(pieces) == 1:
+        return pieces[0][1].reshape(shape).contiguous()
+    device = pieces[0][1].device
+    if dtype == torch.float32:
+        values = torch.empty(shape, dtype=dtype, device=device)
+        for piece, value in pieces:
+            put(values, rectangle, piece.rows, piece.cols, value)
+        return values
+    values = torch.zeros(shape, dtype=dtype, device=device)
+    for piece, value in pieces:
+        add(values, rectangle, piece.rows, piece.cols, value)
+    return values
+
+
+def _divisor(divisors: Sequence[Index], scalar: int, rectangle: Rectangle) -> float | Tensor:
+    """What divides a coarse rectangle: one number where all groups are alike, else float64 [rows, cols]."""
+    indices = (rectangle.rows, rectangle.cols)
+    parts = [divisor[index] for divisor, index in zip(divisors, indices)]
+    if all(part.min() == part.max() for part in parts):
+        return float(scalar * prod(int(part[0]) for part in parts))
+    return outer(divisors, scalar, rows=rectangle.rows, cols=rectangle.cols)
+
+
+def _positions(item: ParameterMap, touch: Touch, block: Block) -> tuple[Positions, Positions]:
+    """Positions within the touch of each fine row and column of a block."""
     rows = np.searchsorted(touch.rows, item.dims[0].parent[block.rows])
-    columns = (
-        np.searchsorted(touch.cols, item.dims[1].parent[block.cols]) if len(item.dims) > 1 else np.zeros(1, np.int64)
-    )
-    one_to_one = len(columns) == len(touch.cols) and bool((columns[1:] > columns[:-1]).all())
-    return _tensor(rows, device), None if one_to_one else _tensor(columns, device)
+    if len(item.dims) == 1:
+        return positions(torch.from_numpy(rows)), Positions(count=1)
+    cols = np.searchsorted(touch.cols, item.dims[1].parent[block.cols])
+    return positions(torch.from_numpy(rows)), positions(torch.from_numpy(cols))
 
 
-def _view(flat: Tensor, block: Block) -> Tensor:
-    return flat[block.offset : block.offset + block.numel].view(len(block.rows), len(block.cols))
-
-
-def _tensor(index: Index, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(index)).to(device, non_blocking=True)
-
-
-def _within(container: Index, subset: Index) -> Index | slice:
-    """Positions of an ascending subset in an ascending container; a slice where they have no gaps."""
-    first = int(np.searchsorted(container, subset[0]))
-    last = int(np.searchsorted(container, subset[-1]))
-    if last - first + 1 == len(subset):
-        return slice(first, last + 1)
-    return np.searchsorted(container, subset)
-
-
-def _part(matrix: Tensor, container: Touch | Block, rows: Index, cols: Index) -> Tensor:
-    return _select(_select(matrix, _within(container.rows, rows), 0), _within(container.cols, cols), 1)
-
-
-def _select(matrix: Tensor, positions: Index | slice, dim: int) -> Tensor:
-    if isinstance(positions, slice):
-        return matrix.narrow(dim, positions.start, positions.stop - positions.start)
-    return matrix.index_select(dim, _tensor(positions, matrix.device))
-
-
-def _grid(matrix: Tensor, rows: Index | slice, cols: Index | slice) -> tuple[Tensor, Tensor] | None:
-    """Advanced indices of a rectangle with gaps; None where it is a plain sub-matrix."""
-    if isinstance(rows, slice) and isinstance(cols, slice):
-        return None
-    row = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-    col = np.arange(cols.start, cols.stop) if isinstance(cols, slice) else cols
-    return _tensor(row, matrix.device)[:, None], _tensor(col, matrix.device)[None, :]
-
-
-def _put(matrix: Tensor, rows: Index | slice, cols: Index | slice, values: Tensor) -> None:
-    grid = _grid(matrix, rows, cols)
-    if grid is None:
-        target = _select(_select(matrix, rows, 0), cols, 1)
-        target.copy_(values.view_as(target))
-    else:
-        matrix[grid] = values.view(grid[0].numel(), grid[1].numel())
-
-
-def _add(matrix: Tensor, rows: Index | slice, cols: Index | slice, values: Tensor) -> None:
-    grid = _grid(matrix, rows, cols)
-    if grid is None:
-        target = _select(_select(matrix, rows, 0), cols, 1)
-        target.add_(values.view_as(target))
-    else:
-        matrix[grid] += values.view(grid[0].numel(), grid[1].numel())
-
-
-def _joined(outgoing: Iterable[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-    return [torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype) for parts in outgoing]
-
-
-def _count(pieces: Expected) -> int:
-    return sum(piece.numel for _, piece in pieces)
-
-
-def _split(flat: Tensor, pieces: Expected) -> Sequence[Tensor]:
-    return torch.split(flat, [piece.numel for _, piece in pieces])
+def _counts(arriving: Sequence[Passing]) -> list[list[int]]:
+    return [[piece.numel for _, piece in pieces] for pieces in arriving]

@@ -23,10 +23,10 @@ from ds_vcycle.operators import apply
 from ds_vcycle.operators.plan import TransitionPlan, plan_transition
 from ds_vcycle.parallel import Mesh, init_distributed, mesh_for
 from ds_vcycle.schema import Parameter, parameters
+from ds_vcycle.sharding.exchange import Exchange
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import layout_of
 from ds_vcycle.sharding.release import release
-from ds_vcycle.sharding.transfer import Exchange
 from ds_vcycle.sharding.zero import Engine, adam_step, fragments
 from ds_vcycle.train.engine import build_engine
 from ds_vcycle.train.loop import train_step

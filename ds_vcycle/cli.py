@@ -208,6 +208,75 @@ def train(
         raise typer.Exit(EXIT_STOPPED)
 
 
+PolicyOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides of the recorded configuration: `operators.depth_residual=copy levels.1.hidden=64`."),
+]
+Target = Annotated[Path, typer.Option("--to", help="Directory to write; it appears complete or not at all.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace an earlier checkpoint there.")]
+
+
+@app.command()
+def coalesce(
+    source: Annotated[Path, typer.Option("--from", help="A checkpoint, or a run directory: its latest.")],
+    to: Target,
+    overrides: PolicyOverrides = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Coalesce a finished checkpoint to the next smaller level, weights and moments, without a model or a GPU.
+
+    The smaller level is the one of the run's configuration, or half the width and depth. Memory holds a few blocks of
+    one parameter, however large the model is. Examples:
+
+    - `ds-vcycle coalesce --from runs/large --to small`
+
+    - `deepspeed --num_gpus 4 --module ds_vcycle coalesce --from runs/large --to small levels.1.layers=6`
+    """
+    from ds_vcycle.checkpoint.offline import coalesce_checkpoint
+    from ds_vcycle.checkpoint.offline_progress import bar, summary
+    from ds_vcycle.checkpoint.processes import launched
+
+    with launched() as processes:
+        with bar("coalesce", enabled=processes.rank == 0) as advance:
+            written = coalesce_checkpoint(
+                source, to, overrides=overrides or [], overwrite=overwrite, processes=processes, advance=advance
+            )
+        if processes.rank == 0:
+            print(summary(written))
+
+
+@app.command()
+def refine(
+    fine: Annotated[Path, typer.Option(help="The kept large model: a checkpoint, or a run directory.")],
+    coarse: Annotated[Path, typer.Option(help="The trained small model, of the same run or of one of its own.")],
+    to: Target,
+    overrides: PolicyOverrides = None,
+    alpha: Annotated[float | None, typer.Option(help="Default: operators.alpha of the configuration.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Default: operators.beta of the configuration.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """De-coalesce a trained small checkpoint and blend it with the large one it came from; no model, no GPU.
+
+    Give the overrides that `coalesce` was given, unless the small checkpoint's configuration has both levels. Examples:
+
+    - `ds-vcycle refine --fine runs/large --coarse runs/small --to blended`
+
+    - `deepspeed --num_gpus 4 --module ds_vcycle refine --fine runs/large --coarse runs/small --to blended --beta 0.5`
+    """
+    from ds_vcycle.checkpoint.offline import refine_checkpoints
+    from ds_vcycle.checkpoint.offline_progress import bar, summary
+    from ds_vcycle.checkpoint.processes import launched
+
+    with launched() as processes:
+        with bar("refine", enabled=processes.rank == 0) as advance:
+            written = refine_checkpoints(
+                fine, coarse, to, alpha=alpha, beta=beta, overrides=overrides or [], overwrite=overwrite,
+                processes=processes, advance=advance,
+            )  # fmt: skip
+        if processes.rank == 0:
+            print(summary(written))
+
+
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; the first is the baseline.")],

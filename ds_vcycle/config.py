@@ -242,6 +242,11 @@ class TrainingConfig(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(1234, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    init_from: Path | None = Field(
+        None,
+        description="checkpoint or run directory that level 1 starts from instead of from the seed: its weights and, "
+        "unless operators.moments=reset, Adam's moments and step if it has them",
+    )
 
     @field_validator("precision", mode="before")
     @classmethod

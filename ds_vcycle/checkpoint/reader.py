@@ -116,9 +116,7 @@ class Checkpoint:
         ):
             if names:
                 some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                raise CheckpointError(
-                    f"{self.directory} {text}: {some}; resume with the configuration it was saved with"
-                )
+                raise CheckpointError(f"{self.directory} {text}: {some}; use the configuration it was saved with")
         for parameter in wanted.values():
             self._stored(parameter)
 
@@ -196,10 +194,10 @@ class Checkpoint:
         stored, wanted = self.manifest.parameters.get(parameter.name), describe(parameter, 1)
         where = f"{self.directory}: {parameter.name}"
         if stored is None:
-            raise CheckpointError(f"{where} is not stored; resume with the configuration the checkpoint was saved with")
+            raise CheckpointError(f"{where} is not stored; use the configuration the checkpoint was saved with")
         if (stored.shape, stored.tp_dim, stored.tp_stride) != (wanted.shape, wanted.tp_dim, wanted.tp_stride):
             raise CheckpointError(
-                f"{where} has shape {_shape(stored)}, the model's is {_shape(wanted)}; resume with the "
+                f"{where} has shape {_shape(stored)}, the model's is {_shape(wanted)}; use the "
                 "configuration the checkpoint was saved with"
             )
         return stored

@@ -6,6 +6,7 @@ Inside RUN/checkpoints, names that begin with a dot are under way or on their wa
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Mapping, Set
@@ -101,15 +102,20 @@ def publish(staging: Path, directory: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def clean(root: Path) -> None:
-    """Remove what killed saves and removals left in ``root``. Only when no other save is under way."""
-    for path in root.glob(".replaced-*"):
+def clean(root: Path, name: str | None = None) -> None:
+    """Remove what killed saves and removals left in ``root``. Only when no other save is under way.
+
+    ``name``: only what belongs to the checkpoint of this name, in a directory that holds other things too.
+    """
+    of_name = "*" if name is None else glob.escape(name)
+    staged = ".tmp-*" if name is None else f".tmp-{of_name}-{'[0-9a-f]' * 8}"
+    for path in root.glob(f".replaced-{of_name}"):
         directory = root / path.name.removeprefix(".replaced-")
         if directory.exists():
             shutil.rmtree(path)
         else:
             path.rename(directory)
-    for path in (*root.glob(".tmp-*"), *root.glob(".trash-*")):
+    for path in (*root.glob(staged), *root.glob(f".trash-{of_name}")):
         if path.is_dir():
             shutil.rmtree(path)
         else:

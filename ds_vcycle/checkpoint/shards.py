@@ -8,9 +8,10 @@ checksummed on its way, and the file is synced before anything relies on it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,11 +29,22 @@ _IDENTITY = "checkpoint"
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], identity: str) -> dict[str, StoredTensor]:
+    """Write a new safetensors file of tensors that exist already (see :func:`stream_shard`)."""
+    # The widest elements first: every tensor then starts at a multiple of its element size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    table = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered.items()}
+    return stream_shard(path, table, ordered.values(), identity)
+
+
+def stream_shard(
+    path: Path, table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[torch.Tensor], identity: str
+) -> dict[str, StoredTensor]:
     """Write a new safetensors file and sync it to the disk.
 
     Args:
         path: must not exist.
-        tensors: any device, any of the usual dtypes; one at a time is copied to the host.
+        table: dtype and shape of each tensor, in the file's order.
+        tensors: in that order, on any device; one at a time is made, copied to the host and let go.
         identity: of the checkpoint the file belongs to; kept in the file's metadata.
 
     Returns:
@@ -41,12 +53,13 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], identity: str) 
     Raises:
         CheckpointError: the disk is full, or the file system refuses otherwise.
     """
-    # The widest elements first: every tensor then starts at a multiple of its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    written = {}
     try:
         with path.open("xb") as file:
-            file.write(_header(ordered, identity))
-            written = {name: _write_tensor(file, tensor) for name, tensor in ordered.items()}
+            file.write(_header(table, identity))
+            for (name, (dtype, shape)), tensor in zip(table.items(), tensors, strict=True):
+                assert tensor.dtype == dtype and tuple(tensor.shape) == shape, f"{name} is not as announced"
+                written[name] = _write_tensor(file, tensor)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -131,14 +144,14 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(dtype=_DTYPES[tensor.dtype], checksum=f"crc32:{checksum:08x}")
 
 
-def _header(tensors: Mapping[str, torch.Tensor], identity: str) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", _IDENTITY: identity}}
+def _header(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], identity: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", _IDENTITY: identity}}
     position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
-        table[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+    for name, (dtype, shape) in table.items():
+        end = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
-    text = json.dumps(table, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

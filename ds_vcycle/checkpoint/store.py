@@ -38,8 +38,8 @@ from ds_vcycle.faults import fault_point
 from ds_vcycle.schema import Parameter
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "FlatRange", "StoredFragment", "find_latest", "is_writer", "open_checkpoint",
-    "prune", "save", "set_latest",
+    "Checkpoint", "CheckpointError", "FlatRange", "StoredFragment", "WrittenShard", "find_latest", "is_writer",
+    "open_checkpoint", "prune", "save", "save_written", "set_latest",
 ]  # fmt: skip
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
@@ -62,7 +62,7 @@ class StoredFragment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shard:
+class WrittenShard:
     """What a rank tells rank 0 about the file it wrote; ``file`` is None if it had nothing to write."""
 
     parameters: Mapping[str, StoredParameter]
@@ -108,11 +108,33 @@ def save(
         CheckpointError: on every rank, with the same text, if any rank failed. The temporary directory is removed, and
             what was there before is untouched.
     """
-    begun = _together(rank, gather, directory, lambda: _begin(directory) if rank == 0 else None)
+    save_written(
+        directory, lambda staging, identity: _write(staging, identity, fragments, extras, rank),
+        state=state, rank=rank, world_size=world_size, gather=gather, barrier=barrier, references=references,
+    )  # fmt: skip
+
+
+def save_written(
+    directory: Path,
+    write: Callable[[Path, str], WrittenShard],
+    *,
+    state: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    gather: Callable[[Any], list[Any]],
+    barrier: Callable[[], None],
+    references: Sequence[str] = (),
+    alone: bool = True,
+) -> None:
+    """:func:`save` of files that ``write`` makes: it is given the temporary directory and the checkpoint's identity.
+
+    ``alone``: the parent directory holds nothing but checkpoints, so that all that killed saves left there may go.
+    """
+    begun = _together(rank, gather, directory, lambda: _begin(directory, alone=alone) if rank == 0 else None)
     staging, identity = next(answer for answer in begun if answer)
     try:
         fault_point("save.begin")
-        shards = _together(rank, gather, directory, lambda: _write(staging, identity, fragments, extras, rank))
+        shards = _together(rank, gather, directory, lambda: write(staging, identity))
         fault_point("save.written")
 
         def commit() -> None:
@@ -124,7 +146,7 @@ def save(
                 publish(staging, directory)
 
         _together(rank, gather, directory, commit)
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt):
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -154,10 +176,10 @@ def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, wo
     return [value for value, _ in outcomes]
 
 
-def _begin(directory: Path) -> tuple[Path, str]:
+def _begin(directory: Path, *, alone: bool) -> tuple[Path, str]:
     root = directory.parent
     root.mkdir(parents=True, exist_ok=True)
-    clean(root)
+    clean(root, None if alone else directory.name)
     identity = uuid.uuid4().hex
     staging = root / f".tmp-{directory.name}-{identity[:8]}"
     staging.mkdir()
@@ -166,7 +188,7 @@ def _begin(directory: Path) -> tuple[Path, str]:
 
 def _write(
     staging: Path, identity: str, fragments: Iterable[StoredFragment], extras: Mapping[str, torch.Tensor], rank: int
-) -> _Shard:
+) -> WrittenShard:
     parameters: dict[str, StoredParameter] = {}
     entries: list[FragmentEntry] = []
     tensors = {f"extra/{name}": tensor for name, tensor in extras.items()}
@@ -178,7 +200,7 @@ def _write(
             entries.append(entry)
             tensors |= {entry.tensor_name(key): _kept(fragment, entry.length, key) for key in fragment.tensors}
     if not tensors:
-        return _Shard(parameters=parameters, file=None)
+        return WrittenShard(parameters=parameters, file=None)
     path = staging / f"rank-{rank:05d}.safetensors"
     written = write_shard(path, tensors, identity)
     file = ShardFile(
@@ -188,7 +210,7 @@ def _write(
         fragments=tuple(replace(entry, tensors=_written(entry, written)) for entry in entries),
         extras={name: written[f"extra/{name}"] for name in extras},
     )
-    return _Shard(parameters=parameters, file=file)
+    return WrittenShard(parameters=parameters, file=file)
 
 
 def _written(entry: FragmentEntry, written: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -217,7 +239,7 @@ def _kept(fragment: StoredFragment, length: int, key: str) -> torch.Tensor:
 
 
 def _manifest(
-    shards: Sequence[_Shard], identity: str, world_size: int, references: Sequence[str], state: Mapping[str, Any]
+    shards: Sequence[WrittenShard], identity: str, world_size: int, references: Sequence[str], state: Mapping[str, Any]
 ) -> Manifest:
     manifest = Manifest(
         identity=identity,

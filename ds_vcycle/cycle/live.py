@@ -19,7 +19,7 @@ from ds_vcycle.cycle.progress import RunProgress
 from ds_vcycle.cycle.saving import Restored, all_finite, run_state, save_engine, save_parked
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train
 from ds_vcycle.cycle.stopping import StopFlag, Stopped
-from ds_vcycle.cycle.transition import Fragments, fill, masters, refine_into, stage_down, stage_up
+from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters, refine_into, stage_down, stage_up
 from ds_vcycle.data.batches import Batch, Prefetcher, evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.faults import fault_point
@@ -78,12 +78,15 @@ class LiveRun:
 
     # --- beginning and end ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start at the first phase with level 1 initialised from the seed."""
+    def begin(self, initial: Staged | None = None) -> None:
+        """Start at the first phase with level 1 initialised from the seed, or from another checkpoint's weights."""
         config = self.plan.config
         seed_ranks(config.training.seed, self.mesh)
         self._open_records(resume_at=(-1, 0) if (config.run_dir / "metrics.jsonl").exists() else None)
-        self.engine = self._build(self.plan.level(1), seed=config.training.seed)
+        self.engine = self._build(self.plan.level(1), seed=config.training.seed if initial is None else None)
+        if initial is not None:
+            fill(self.engine, initial)
+            self.progress.note(f"level 1 starts from {config.training.init_from}")
         self._lap = time.perf_counter()
 
     def restore(self, held: Restored) -> None:

@@ -30,7 +30,8 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
     state = checkpoint.state
     if "position" not in state:
         raise CheckpointError(
-            f"{checkpoint.directory} is no checkpoint of a run; resume from a run's step-... checkpoint"
+            f"{checkpoint.directory} is no checkpoint of a run, so there is nothing to go on with; resume from a run's "
+            f"step-... checkpoint, or start a run from its weights with training.init_from={checkpoint.directory}"
         )
     remedy = (
         f"resume with the configuration it was saved with, or start anew with another run_dir than {config.run_dir}"

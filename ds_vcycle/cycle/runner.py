@@ -18,13 +18,14 @@ import torch.distributed as dist
 import yaml
 
 from ds_vcycle import parallel
+from ds_vcycle.checkpoint.recorded import locate_checkpoint, require_shape
 from ds_vcycle.checkpoint.store import Checkpoint, find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.resumable import check_resumable
-from ds_vcycle.cycle.saving import gather_objects, read_run, versions
+from ds_vcycle.cycle.saving import gather_objects, read_initial, read_run, versions
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnings_for
 from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
 
@@ -44,15 +45,16 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
         UserError: on every rank, with the same text, before any long work; or when the loss is not finite.
     """
     parallel.init_distributed(config.training.device)
-    plan, checkpoint = _checked(config, resume)
+    plan, checkpoint, source = _checked(config, resume)
     if checkpoint is not None and _ended(plan, checkpoint):
         return "finished"
     held = None if checkpoint is None else read_run(checkpoint, config, plan.levels)
+    initial = None if source is None else read_initial(source, config, plan.level(1))
     _together(lambda: _describe(plan) if dist.get_rank() == 0 else None)
     with stop_signals() as flag, closing(LiveRun(plan, flag)) as run:
         try:
             if held is None:
-                run.begin()
+                run.begin(initial)
             else:
                 run.restore(held)
             _walk(run)
@@ -83,18 +85,23 @@ def _ended(plan: RunPlan, checkpoint: Checkpoint) -> bool:
     return True
 
 
-def _checked(config: RunConfig, resume: Resume) -> tuple[RunPlan, Checkpoint | None]:
-    """Check on every rank, then agree: all go on, or all raise the same error. Nothing is written."""
+def _checked(config: RunConfig, resume: Resume) -> tuple[RunPlan, Checkpoint | None, Checkpoint | None]:
+    """Check on every rank, then agree: all go on, or all raise the same error. Nothing is written.
 
-    def check() -> tuple[RunPlan, Checkpoint | None]:
+    Returns:
+        The plan; the checkpoint to resume from; the one to start from (``training.init_from``) if none is resumed.
+    """
+
+    def check() -> tuple[RunPlan, Checkpoint | None, Checkpoint | None]:
         check_run_dir(config.run_dir, resuming=resume != "never")
         plan = check_run(config, dist.get_world_size())
-        return plan, _checkpoint(plan, resume)
+        checkpoint = _checkpoint(plan, resume)
+        return plan, checkpoint, None if checkpoint else _source(plan)
 
-    plan, checkpoint = _together(check)
+    plan, checkpoint, source = _together(check)
     meshes = {level.tensor_parallel: parallel.mesh_for(level.tensor_parallel) for level in plan.levels}
     _together(lambda: check_models(plan, meshes))
-    return plan, checkpoint
+    return plan, checkpoint, source
 
 
 def _together(work: Callable[[], T]) -> T:
@@ -119,6 +126,18 @@ def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:
         return None
     checkpoint = open_checkpoint(latest)
     check_resumable(checkpoint, plan.config, plan.phases)
+    return checkpoint
+
+
+def _source(plan: RunPlan) -> Checkpoint | None:
+    path = plan.config.training.init_from
+    if path is None:
+        return None
+    try:
+        checkpoint = open_checkpoint(locate_checkpoint(path))
+        require_shape(checkpoint, plan.level(1).shape, whose="level 1 of this run")
+    except UserError as error:
+        raise UserError(f"training.init_from={path}: {error}") from error
     return checkpoint
 
 

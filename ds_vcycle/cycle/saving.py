@@ -100,6 +100,26 @@ def read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level])
     return held
 
 
+def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
+    """What ``training.init_from`` gives this rank: weights and, under ``operators.moments=map``, moments. Collective.
+
+    Raises:
+        CheckpointError: on every rank, naming the file and the parameter.
+    """
+    mesh = mesh_for(level.tensor_parallel)
+    error, held = None, None
+    try:
+        with checkpoint:
+            held = read_staged(
+                checkpoint, level, layout_of(level, config, mesh.world_size), mesh, config.operators.embedding
+            )
+    except ValueError as problem:
+        error = problem
+    raise_together(error)
+    assert held is not None
+    return held if config.operators.moments == "map" else Staged(master=held.master)
+
+
 def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:
     position = position_from(checkpoint.state["position"])
 

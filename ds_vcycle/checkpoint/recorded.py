@@ -1,0 +1,87 @@
+"""What a checkpoint says about the model in it: where it is, its configuration, its level, its shape. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
+from ds_vcycle.checkpoint.retention import find_latest, settled
+from ds_vcycle.config import RunConfig, parse_config
+from ds_vcycle.levels import Level, ModelShape, resolve_levels
+from ds_vcycle.schema import parameters
+
+if TYPE_CHECKING:
+    from ds_vcycle.checkpoint.reader import Checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """The configuration a checkpoint was written under, and which of its levels it holds."""
+
+    config: RunConfig
+    level: Level
+
+
+def locate_checkpoint(path: Path) -> Path:
+    """The checkpoint a user means: a checkpoint directory itself, or the latest of a run directory.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if (settled(path) / MANIFEST).is_file():
+        return settled(path)
+    for root in (path / "checkpoints", path):
+        latest = find_latest(root) if root.is_dir() else None
+        if latest is not None:
+            return latest
+    what = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"{path} {what}; give a checkpoint directory (RUN/checkpoints/step-..., or one written by ds-vcycle coalesce) "
+        "or a run directory"
+    )
+
+
+def recorded(checkpoint: Checkpoint) -> Recorded:
+    """What a checkpoint of a run, or of ``ds-vcycle coalesce`` or ``refine``, records about its model.
+
+    Raises:
+        CheckpointError: it records nothing, as a parked level's does not.
+    """
+    state = checkpoint.state
+    index = state["position"]["level"] if "position" in state else state.get("level")
+    if "config" not in state or index is None:
+        raise CheckpointError(
+            f"{checkpoint.directory} does not say which level of which model it holds (a parked level?); give a run's "
+            "step-... checkpoint, or one written by ds-vcycle coalesce or refine"
+        )
+    config = parse_config(state["config"], source=str(checkpoint.directory))
+    return Recorded(config=config, level=resolve_levels(config)[index - 1])
+
+
+def require_shape(checkpoint: Checkpoint, shape: ModelShape, *, whose: str) -> None:
+    """The checkpoint holds a model of this shape; the vocabulary's padding does not count.
+
+    Args:
+        checkpoint: open.
+        shape: that is wanted.
+        whose: it is, for the message.
+
+    Raises:
+        CheckpointError: names the first size or parameter that differs.
+    """
+    if "config" in checkpoint.state:
+        held = recorded(checkpoint).level.shape
+        for key in (field.name for field in fields(ModelShape) if field.name != "padded_vocab"):
+            mine, wanted = getattr(held, key), getattr(shape, key)
+            if mine != wanted:
+                raise CheckpointError(
+                    f"{checkpoint.directory} holds a model with {key}={_text(mine)}, {whose} has {_text(wanted)}; "
+                    "give the checkpoint of such a model, or change the configuration"
+                )
+    checkpoint.expect(parameters(shape))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -32,7 +32,7 @@ from ds_vcycle.sharding.exchange import Exchange, Pieces
 from ds_vcycle.sharding.geometry import Block, Geometry, ParameterGeometry, Piece, Touch
 from ds_vcycle.sharding.rectangles import Rectangle, add, part, put, view
 
-BUCKET_ELEMENTS = 1 << 22
+BUCKET_ELEMENTS = 1 << 20
 
 Passing = list[tuple[int, Piece]]  # (index of the parameter in its bucket, piece)
 

@@ -25,18 +25,16 @@ from ds_vcycle.checkpoint.blockwise import (
     fine_fragments,
     fine_tensors,
 )
-from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
+from ds_vcycle.checkpoint.offline_inputs import both_levels, check_target, plan_between, two_levels
 from ds_vcycle.checkpoint.processes import ALONE, Processes, together
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
-from ds_vcycle.checkpoint.recorded import Recorded, locate_checkpoint, recorded, require_shape
-from ds_vcycle.checkpoint.retention import LATEST
+from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded
 from ds_vcycle.checkpoint.store import save_written
 from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.config import ConfigError, MomentPolicy, RunConfig, parse_config
-from ds_vcycle.levels import Level, resolve_levels
+from ds_vcycle.config import MomentPolicy, RunConfig
+from ds_vcycle.levels import Level
 from ds_vcycle.operators.apply import QUANTITIES, Quantity
-from ds_vcycle.operators.plan import ParameterMap, TransitionPlan, plan_transition
-from ds_vcycle.yaml_tree import TreeError, apply_override
+from ds_vcycle.operators.plan import ParameterMap, TransitionPlan
 
 Advance = Callable[[int, int], None]
 
@@ -84,7 +82,7 @@ def coalesce_checkpoint(
             check_target(to, [fine], overwrite=overwrite)
             held = recorded(fine)
             config = two_levels(held.config, held.level.index, overrides)
-            return fine, config, _plan(config, held.level.index, fine=fine)
+            return fine, config, plan_between(config, held.level.index, fine=fine)
 
         fine, config, plan = together(processes, prepare)
         keys, step = _quantities(fine, config.operators.moments)
@@ -131,8 +129,8 @@ def refine_checkpoints(
             fine = stack.enter_context(open_checkpoint(locate_checkpoint(fine_source)))
             coarse = stack.enter_context(open_checkpoint(locate_checkpoint(coarse_source)))
             check_target(to, [fine, coarse], overwrite=overwrite)
-            config, index = _both_levels(recorded(fine), recorded(coarse), blended)
-            return fine, coarse, config, _plan(config, index, fine=fine, coarse=coarse)
+            config, index = both_levels(fine, coarse, blended)
+            return fine, coarse, config, plan_between(config, index, fine=fine, coarse=coarse)
 
         fine, coarse, config, plan = together(processes, prepare)
         keys, step = _quantities(coarse, config.operators.moments)
@@ -145,76 +143,6 @@ def refine_checkpoints(
         origin = {"verb": "refine", "fine": _origin(fine), "coarse": _origin(coarse), **blending}
         _save(to, plan, task, _state(config, plan.fine, step, origin), processes, advance)
         return Written(directory=to, level=plan.fine, adam_step=step, config=config)
-
-
-def check_target(to: Path, sources: Sequence[Checkpoint], *, overwrite: bool) -> None:
-    """Refuse to write where something is that must stay.
-
-    Raises:
-        CheckpointError: names ``--to`` and what is there.
-    """
-    if (to.parent / LATEST).is_file():
-        raise CheckpointError(
-            f"--to {to} lies among a run's checkpoints, which come and go; give a directory elsewhere"
-        )
-    if not to.exists():
-        return
-    if any(to.resolve() == source.directory.resolve() for source in sources):
-        raise CheckpointError(f"--to {to} is the checkpoint that is read; give another directory")
-    if not overwrite:
-        raise CheckpointError(f"--to {to} exists; give another directory, or replace it with --overwrite")
-    if not to.is_dir() or (any(to.iterdir()) and not (to / MANIFEST).is_file()):
-        raise CheckpointError(f"--to {to} is no checkpoint, so --overwrite leaves it alone; give another directory")
-
-
-def two_levels(
-    config: RunConfig, index: int, overrides: Sequence[str], sizes: Mapping[str, int] | None = None
-) -> RunConfig:
-    """A recorded configuration that has level ``index`` + 1, with overrides; by default it halves level ``index``.
-
-    Args:
-        config: as recorded; a flat run's has one level.
-        index: of the fine level.
-        overrides: as on the command line.
-        sizes: of the coarse level, if they are known.
-
-    Raises:
-        ConfigError: an override that does not fit, or a level that cannot be had.
-    """
-    tree = config.model_dump(mode="json")
-    if config.cycle.visited <= index:
-        tree["cycle"] = {"kind": "V", "levels": index + 1}
-    tree["levels"] += [{} for _ in range(index + 1 - len(tree["levels"]))]
-    if sizes is not None:
-        tree["levels"][index] |= sizes
-    try:
-        for override in overrides:
-            apply_override(tree, override)
-    except TreeError as error:
-        raise ConfigError(str(error)) from error
-    return parse_config(tree, source="the recorded configuration" + (" and overrides" if overrides else ""))
-
-
-def _both_levels(fine: Recorded, coarse: Recorded, overrides: Sequence[str]) -> tuple[RunConfig, int]:
-    """The configuration that both levels belong to, and the fine one's index."""
-    index = fine.level.index
-    if coarse.level.index == index + 1:
-        return two_levels(coarse.config, index, overrides), index
-    shape = coarse.level.shape
-    sizes = {key: getattr(shape, key) for key in ("layers", "hidden", "heads", "kv_groups", "ffn")}
-    return two_levels(fine.config, index, overrides, sizes), index
-
-
-def _plan(config: RunConfig, index: int, *, fine: Checkpoint, coarse: Checkpoint | None = None) -> TransitionPlan:
-    """The transition between levels ``index`` and ``index`` + 1, which the checkpoints must hold."""
-    levels = resolve_levels(config)
-    operators = config.operators
-    require_shape(fine, levels[index - 1].shape, whose=f"level {index}")
-    if coarse is not None:
-        require_shape(coarse, levels[index].shape, whose=f"level {index + 1}")
-    return plan_transition(
-        levels[index - 1], levels[index], embedding=operators.embedding, depth_residual=operators.depth_residual
-    )
 
 
 def _quantities(source: Checkpoint, moments: MomentPolicy) -> tuple[tuple[Quantity, ...], int]:

@@ -141,6 +141,9 @@ class LrConfig(Section):
     peak: float = Field(1e-3, gt=0)
     minimum: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0)
+    rewarmup_steps: int | None = Field(
+        None, ge=0, description="warm-up of a phase that follows a change of level; default warmup_steps"
+    )
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
 
 
@@ -189,6 +192,9 @@ class CycleConfig(Section):
     coarse: PhaseConfig = PhaseConfig()
     final: PhaseConfig = PhaseConfig()
     phases: list[PhaseEntry] = Field(default_factory=list)
+    park: Literal["host", "disk"] = Field(
+        "host", description="where a kept fine level lives while coarse levels train; it is written to the disk anyway"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -221,6 +227,9 @@ class OperatorsConfig(Section):
     depth_residual: DepthPolicy = "first"
     moments: MomentPolicy = "map"
     groupings: GroupingsConfig = GroupingsConfig()
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="what sums and blends: triton on a GPU, torch anywhere, auto by the device; the same bits"
+    )
 
 
 class OptimizerConfig(Section):
@@ -287,6 +296,9 @@ class EvaluationConfig(Section):
     every_steps: int = Field(100, ge=1)
     samples: int = Field(256, ge=1)
     micro_batch: int | None = Field(None, ge=1, description="default training.micro_batch")
+    transitions: bool = Field(
+        True, description="also inside each refine, of the model de-coalesced at alpha 1 before it is blended"
+    )
 
 
 class SavingConfig(Section):

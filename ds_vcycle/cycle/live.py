@@ -5,21 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from ds_vcycle.checkpoint.store import find_latest, prune, set_latest
 from ds_vcycle.cycle.checks import RunPlan
+from ds_vcycle.cycle.pending import PendingStep, read_back
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.progress import RunProgress
-from ds_vcycle.cycle.saving import Restored, all_finite, run_state, save_engine, save_parked
+from ds_vcycle.cycle.records import RunRecords
+from ds_vcycle.cycle.saving import Restored, all_finite, read_parked, run_state, save_engine, save_parked
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train
 from ds_vcycle.cycle.stopping import StopFlag, Stopped
-from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters, refine_into, stage_down, stage_up
+from ds_vcycle.cycle.transition import (
+    Blend,
+    Fragments,
+    Staged,
+    decoalesce_into,
+    fill,
+    masters,
+    refine_into,
+    stage_down,
+    stage_up,
+)
 from ds_vcycle.data.batches import Batch, Prefetcher, evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.faults import fault_point
@@ -30,32 +39,18 @@ from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import Layout, layout_of
 from ds_vcycle.sharding.release import release
 from ds_vcycle.sharding.zero import Engine, set_counters
-from ds_vcycle.train.engine import Monitor, build_engine, build_monitor
+from ds_vcycle.train.engine import build_engine
 from ds_vcycle.train.flops import predicted_positions, step_flops
-from ds_vcycle.train.loop import StepResult, TrainingError, train_step
+from ds_vcycle.train.loop import TrainingError, train_step
 from ds_vcycle.train.lr import learning_rate
 from ds_vcycle.train.metrics import (
-    MetricsError,
-    MetricsWriter,
     Place,
-    Record,
     Totals,
+    TransitionLossRecord,
     evaluation_record,
     save_record,
-    step_record,
     transition_record,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """A step whose values are still on the device."""
-
-    place: Place
-    result: StepResult
-    lr: float
-    before: Totals
-    after: Totals
 
 
 class LiveRun:
@@ -69,10 +64,8 @@ class LiveRun:
         self.engine: Engine | None = None
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
         self.flag = flag
-        self._metrics: MetricsWriter | None = None
-        self._monitor: Monitor | None = None
-        self._unwritten: MetricsError | None = None
-        self._pending: list[_Measured] = []
+        self._records: RunRecords | None = None
+        self._pending: list[PendingStep] = []
         self._held_out: float = math.nan
         self._lap = time.perf_counter()
 
@@ -116,9 +109,8 @@ class LiveRun:
     def close(self) -> None:
         """Let go of the engine, the progress bar and the files."""
         self.progress.close()
-        if self._metrics is not None:
-            with suppress(OSError):  # what a full disk refused is reported by :meth:`_write`
-                self._metrics.close()
+        if self._records is not None:
+            self._records.close()
         if self.engine is not None:
             self._release()
 
@@ -152,44 +144,45 @@ class LiveRun:
                     raise Stopped
 
     def coalesce(self, phase: Coalesce) -> None:
-        """Go down one level; the fine one is parked on the host and, once, on the disk."""
+        """Go down one level; the fine one is parked on the disk and, unless ``cycle.park=disk``, on the host."""
         self.progress.phase(phase.index, str(phase), 1)
-        before = self.position.totals
-        fine, coarse = self.plan.level(phase.fine), self.plan.level(phase.coarse)
+        before, loss = self.position.totals, self._known_loss()
+        operators, fine = self.plan.config.operators, self.plan.level(phase.fine)
         engine = self._live()
         fault_point("coalesce.begin")
-        staged = stage_down(engine, self._geometry(phase), self.mesh, self.plan.config.operators.moments)
+        staged = stage_down(engine, self._geometry(phase), self.mesh, operators.moments, kernels=operators.kernels)
         parked = masters(engine)
         name = f"parked-{phase.index:02d}-level-{phase.fine}"
-        directory = self.plan.config.run_dir / "checkpoints" / name
-        save_parked(directory, parked, fine, self._layout(fine), self.mesh)
+        save_parked(self._checkpoints / name, parked, fine, self._layout(fine), self.mesh)
         fault_point("coalesce.parked")
+        if self.plan.config.cycle.park == "host":
+            self.parked[phase.fine] = parked
+        del parked
         self._release()
-        self.engine = self._build(coarse)
+        self.engine = self._build(self.plan.level(phase.coarse))
         fill(self.engine, staged)
         fault_point("coalesce.filled")
-        self.parked[phase.fine] = parked
         self.position = replace(self.position, parked={**self.position.parked, phase.fine: name})
-        self._arrived(phase, coarse, before)
+        self._arrived(phase, before, loss, None)
 
     def refine(self, phase: Refine) -> None:
         """Go up one level: de-coalesce and blend into the parked fine level, which is parked no more."""
         self.progress.phase(phase.index, str(phase), 1)
-        before = self.position.totals
-        moments = self.plan.config.operators.moments
-        parked, geometry = self.parked[phase.fine], self._geometry(phase)
-        blend = {"alpha": phase.alpha, "beta": phase.beta}
+        before, loss = self.position.totals, self._known_loss()
+        operators, fine = self.plan.config.operators, self.plan.level(phase.fine)
+        parked, geometry = self._parked(fine), self._geometry(phase)
+        blend: Blend = {"alpha": phase.alpha, "beta": phase.beta, "kernels": operators.kernels}
         fault_point("refine.begin")
-        staged = stage_up(self._live(), parked, geometry, self.mesh, **blend, moments=moments)
+        staged = stage_up(self._live(), parked, geometry, self.mesh, **blend, moments=operators.moments)
         self._release()
-        fine = self.plan.level(phase.fine)
         self.engine = self._build(fine)
+        decoalesced = self._decoalesced_loss(fine, staged, geometry)
         refine_into(self.engine, parked, staged, geometry, self.mesh, **blend)
         fault_point("refine.done")
-        del self.parked[phase.fine]
+        self.parked.pop(phase.fine, None)
         left = {level: name for level, name in self.position.parked.items() if level != phase.fine}
         self.position = replace(self.position, parked=left)
-        self._arrived(phase, fine, before)
+        self._arrived(phase, before, loss, decoalesced)
 
     def evaluate(self) -> None:
         """Record the held-out loss here; its time is not counted.
@@ -198,21 +191,14 @@ class LiveRun:
             TrainingError: it is not finite, so the weights are worth no checkpoint.
         """
         self._count_seconds()
-        config, level = self.plan.config, self.plan.level(self.position.level)
-        batches = evaluation_batches(
-            self.plan.held_out,
-            count=config.evaluation.samples,
-            micro_batch=config.evaluation.micro_batch or level.micro_batch,
-            dp_rank=self.mesh.dp_rank,
-            dp_size=self.mesh.dp_size,
-        )
-        self._held_out = held_out_loss(self._live(), batches, self.mesh)
+        loss, samples = self._measure(self.plan.level(self.position.level)), self.plan.config.evaluation.samples
         place, totals = self.position.place, self.position.totals
-        if not math.isfinite(self._held_out):
-            raise self._not_finite(place, f"held-out loss {self._held_out}")
-        self._write(evaluation_record(place, loss=self._held_out, samples=config.evaluation.samples, totals=totals))
-        self._show([("evaluation/loss", self._held_out, totals.steps)])
-        raise_together(self._unwritten)
+        if not math.isfinite(loss):
+            raise self._not_finite(place, f"held-out loss {loss}")
+        self._held_out = loss
+        self.records.write(evaluation_record(place, loss=loss, samples=samples, totals=totals))
+        self.records.show([("evaluation/loss", loss, totals.steps)])
+        self.records.settle()
         self._lap = time.perf_counter()
 
     def save(self) -> None:
@@ -226,7 +212,7 @@ class LiveRun:
             raise self._not_finite(self.position.place, "weights or Adam's moments that are not finite")
         self._count_seconds()
         before, name = self.position.totals, self.position.name
-        root = self.plan.config.run_dir / "checkpoints"
+        root = self._checkpoints
         level = self.plan.level(self.position.level)
         state = run_state(self.plan.config, self.plan.phases, self.position)
         references = tuple(self.position.parked.values())
@@ -243,10 +229,46 @@ class LiveRun:
         raise_together(error)
         self._count_seconds()
         place, after = self.position.place, self.position.totals
-        self._write(save_record(place, path=f"checkpoints/{name}", before=before, after=after))
-        raise_together(self._unwritten)
+        self.records.write(save_record(place, path=f"checkpoints/{name}", before=before, after=after))
+        self.records.settle()
 
     # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, level: Level) -> float:
+        """The held-out loss of the live engine; it starts a new lap, so that its time is not counted."""
+        config, mesh = self.plan.config, self.mesh
+        batches = evaluation_batches(
+            self.plan.held_out,
+            count=config.evaluation.samples,
+            micro_batch=config.evaluation.micro_batch or level.micro_batch,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+        )
+        loss = held_out_loss(self._live(), batches, mesh)
+        self._lap = time.perf_counter()
+        return loss
+
+    def _known_loss(self) -> float:
+        """The held-out loss before a change of level: that of the phase before, measured again after a resume."""
+        if not math.isfinite(self._held_out):
+            self._count_seconds()
+            self._held_out = self._measure(self.plan.level(self.position.level))
+        return self._held_out
+
+    def _decoalesced_loss(self, fine: Level, staged: Staged, geometry: Geometry) -> float | None:
+        """The held-out loss of what was trained, as it is on the fine level: alpha 1, beta 0."""
+        if not self.plan.config.evaluation.transitions:
+            return None
+        self._count_seconds()
+        decoalesce_into(self._live(), staged, geometry, self.mesh, kernels=self.plan.config.operators.kernels)
+        return self._measure(fine)
+
+    def _parked(self, level: Level) -> Fragments:
+        """The parked fragments of a level, from the disk where they are not held."""
+        if level.index in self.parked:
+            return self.parked[level.index]
+        directory = self._checkpoints / self.position.parked[level.index]
+        return read_parked(directory, self.plan.config, level)
 
     def _coming_batches(self) -> Prefetcher:
         """The batches of the live level's coming steps, made ahead of time; they depend on the data position only."""
@@ -275,7 +297,7 @@ class LiveRun:
             seconds=self._seconds(),
         )
         self.position = replace(self.position, phase_step=done + 1, totals=after)
-        self._pending.append(_Measured(place=self.position.place, result=result, lr=lr, before=before, after=after))
+        self._pending.append(PendingStep(place=self.position.place, result=result, lr=lr, before=before, after=after))
         return result.stop
 
     def _flush(self) -> None:
@@ -284,42 +306,43 @@ class LiveRun:
         Raises:
             TrainingError: naming the step and the last good checkpoint.
         """
-        if not self._pending:
-            return
-        results = [measured.result for measured in self._pending]
-        values = torch.stack([torch.stack([r.loss, r.grad_norm.to(r.loss.device)]) for r in results]).tolist()
-        events: list[tuple[str, float, int]] = []
-        for measured, (loss, norm) in zip(self._pending, values, strict=True):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self._not_finite(measured.place, f"loss {loss}, gradient norm {norm}")
-            record = step_record(
-                measured.place, loss=loss, lr=measured.lr, grad_norm=norm, before=measured.before, after=measured.after
-            )
-            self._write(record)
-            step = measured.place.step
-            events += [("train/loss", loss, step), ("train/lr", measured.lr, step), ("train/grad_norm", norm, step)]
-            events.append(("train/tokens_per_second", record.tokens_per_second, step))
-        self._show(events)
-        held_out = f" held-out {self._held_out:.4f}" if math.isfinite(self._held_out) else ""
-        speed = f"{record.tokens_per_second:,.0f} tok/s"
-        self.progress.update(self.position.phase_step, f"loss {loss:.4f}{held_out} {speed}")
-        self._pending.clear()
-        raise_together(self._unwritten)
+        records = read_back(self._pending)
+        for record in records:
+            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+                raise self._not_finite(record, f"loss {record.loss}, gradient norm {record.grad_norm}")
+            self.records.write(record)
+            events = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
+            events["tokens_per_second"] = record.tokens_per_second
+            self.records.show([(f"train/{name}", value, record.step) for name, value in events.items()])
+        if records:
+            held_out = f" held-out {self._held_out:.4f}" if math.isfinite(self._held_out) else ""
+            speed = f"{records[-1].tokens_per_second:,.0f} tok/s"
+            self.progress.update(self.position.phase_step, f"loss {records[-1].loss:.4f}{held_out} {speed}")
+            self.records.settle()
 
-    def _arrived(self, phase: Coalesce | Refine, level: Level, before: Totals) -> None:
-        """A change of level is done: record its cost and the held-out loss after it."""
+    def _arrived(self, phase: Coalesce | Refine, before: Totals, loss: float, decoalesced: float | None) -> None:
+        """A change of level is done: record its cost, and the held-out loss before, within and after it."""
+        going_up = isinstance(phase, Refine)
+        level = self.plan.level(phase.fine if going_up else phase.coarse)
         self.position = replace(self.position, level=level.index, phase_step=1)
         self._count_seconds()
         place, after = self.position.place, self.position.totals
         blend = {"alpha": phase.alpha, "beta": phase.beta} if isinstance(phase, Refine) else {}
-        kind: Literal["coalesce", "refine"] = "refine" if blend else "coalesce"
-        self._write(
+        kind: Literal["coalesce", "refine"] = "refine" if going_up else "coalesce"
+        self.records.write(
             transition_record(
                 place, kind=kind, fine=phase.fine, coarse=phase.coarse, before=before, after=after, **blend
             )
         )
         self.evaluate()
-        self.progress.update(1, f"held-out {self._held_out:.4f}")
+        self.records.write(
+            TransitionLossRecord(
+                **asdict(place), kind=kind, fine=phase.fine, coarse=phase.coarse, before=loss, decoalesced=decoalesced,
+                after=self._held_out, seconds=after.seconds,
+            )
+        )  # fmt: skip
+        within = "" if decoalesced is None else f" -> {decoalesced:.4f} de-coalesced"
+        self.progress.update(1, f"held-out {loss:.4f}{within} -> {self._held_out:.4f}")
 
     def _build(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; without a seed its weights are to be filled."""
@@ -335,6 +358,16 @@ class LiveRun:
         engine, self.engine = self._live(), None
         release(engine)
 
+    @property
+    def records(self) -> RunRecords:
+        """What the run writes down; open once it has begun."""
+        assert self._records is not None
+        return self._records
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.plan.config.run_dir / "checkpoints"
+
     def _live(self) -> Engine:
         assert self.engine is not None
         return self.engine
@@ -347,33 +380,10 @@ class LiveRun:
         return Geometry(plan=transition, fine=self._layout(transition.fine), coarse=self._layout(transition.coarse))
 
     def _open_records(self, *, resume_at: tuple[int, int] | None) -> None:
-        self._monitor = build_monitor(self.plan.config, self.plan.config.run_dir)
-        error = None
-        if self.mesh.rank == 0:
-            try:
-                self._metrics = MetricsWriter(self.plan.config.run_dir / "metrics.jsonl", resume_at=resume_at)
-            except ValueError as problem:
-                error = problem
-        raise_together(error)
-
-    def _write(self, record: Record) -> None:
-        """Record on rank 0. A failure is kept for the next point where all ranks can raise it together."""
-        if self._metrics is not None and self._unwritten is None:
-            try:
-                self._metrics.write(record)
-            except OSError as error:
-                self._unwritten = _cannot_write(self.plan.config.run_dir / "metrics.jsonl", error)
-
-    def _show(self, events: list[tuple[str, float, int]]) -> None:
-        """Give values to the monitor; failures as in :meth:`_write`."""
-        if self._monitor is not None and self._unwritten is None:
-            try:
-                self._monitor.write_events(events)
-            except OSError as error:
-                self._unwritten = _cannot_write(self.plan.config.run_dir / "tensorboard", error)
+        self._records = RunRecords(self.plan.config, self.mesh.rank, resume_at=resume_at)
 
     def _not_finite(self, place: Place, problem: str) -> TrainingError:
-        root = self.plan.config.run_dir / "checkpoints"
+        root = self._checkpoints
         return TrainingError(place, problem, find_latest(root) if root.is_dir() else None)
 
     def _seconds(self) -> float:
@@ -384,10 +394,3 @@ class LiveRun:
 
     def _count_seconds(self) -> None:
         self.position = replace(self.position, totals=self.position.totals.after_seconds(self._seconds()))
-
-
-def _cannot_write(path: Path, error: OSError) -> MetricsError:
-    return MetricsError(
-        f"{path} cannot be written ({error.strerror or error}); free space or mend the permissions, then go on with "
-        "--resume"
-    )

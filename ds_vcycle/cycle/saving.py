@@ -106,13 +106,10 @@ def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Sta
     Raises:
         CheckpointError: on every rank, naming the file and the parameter.
     """
-    mesh = mesh_for(level.tensor_parallel)
     error, held = None, None
     try:
         with checkpoint:
-            held = read_staged(
-                checkpoint, level, layout_of(level, config, mesh.world_size), mesh, config.operators.embedding
-            )
+            held = _staged(checkpoint, config, level)
     except ValueError as problem:
         error = problem
     raise_together(error)
@@ -120,29 +117,49 @@ def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Sta
     return held if config.operators.moments == "map" else Staged(master=held.master)
 
 
+def read_parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
+    """A parked level's fragments of this rank from the disk. Collective: all ranks return, or all raise.
+
+    Raises:
+        CheckpointError: on every rank, naming the file and the parameter.
+    """
+    error, held = None, None
+    try:
+        held = _parked(directory, config, level)
+    except ValueError as problem:
+        error = problem
+    raise_together(error)
+    assert held is not None
+    return held
+
+
 def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:
     position = position_from(checkpoint.state["position"])
-
-    def staged(source: Checkpoint, index: int) -> Staged:
-        level = levels[index - 1]
-        mesh = mesh_for(level.tensor_parallel)
-        layout = layout_of(level, config, mesh.world_size)
-        return read_staged(source, level, layout, mesh, config.operators.embedding)
-
+    level = levels[position.level - 1]
     parked: dict[int, Fragments] = {}
-    for index, name in position.parked.items():
-        with open_checkpoint(checkpoint.directory.parent / name) as other:
-            parked[index] = staged(other, index).master
-    tensor_parallel = levels[position.level - 1].tensor_parallel
-    same_ranks = (checkpoint.world_size, checkpoint.tensor_parallel) == (dist.get_world_size(), tensor_parallel)
+    if config.cycle.park == "host":
+        root = checkpoint.directory.parent
+        parked = {i: _parked(root / name, config, levels[i - 1]) for i, name in position.parked.items()}
+    same_ranks = (checkpoint.world_size, checkpoint.tensor_parallel) == (dist.get_world_size(), level.tensor_parallel)
     return Restored(
         directory=checkpoint.directory,
         position=position,
-        staged=staged(checkpoint, position.level),
+        staged=_staged(checkpoint, config, level),
         parked=parked,
         random_states=checkpoint.extras(dist.get_rank()) if same_ranks else None,
         counters=checkpoint.state["counters"],
     )
+
+
+def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
+    with open_checkpoint(directory) as checkpoint:
+        return _staged(checkpoint, config, level).master
+
+
+def _staged(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
+    mesh = mesh_for(level.tensor_parallel)
+    layout = layout_of(level, config, mesh.world_size)
+    return read_staged(checkpoint, level, layout, mesh, config.operators.embedding)
 
 
 def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy) -> Staged:

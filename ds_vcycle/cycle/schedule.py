@@ -143,13 +143,13 @@ def _v_cycle(config: RunConfig, levels: tuple[Level, ...]) -> list[Phase]:
     cycle = config.cycle
     phases: list[Phase] = []
     for level in levels[:-1]:
-        phases.append(_train(config, level, cycle.initial, "cycle.initial"))
+        phases.append(_train(config, level, cycle.initial, "cycle.initial", moved=bool(phases)))
         phases.append(Coalesce(index=0, fine=level.index, coarse=level.index + 1))
-    phases.append(_train(config, levels[-1], cycle.coarse, "cycle.coarse", level_steps=True))
+    phases.append(_train(config, levels[-1], cycle.coarse, "cycle.coarse", level_steps=True, moved=True))
     for level in reversed(levels[:-1]):
         phases.append(_refine(config, level.index))
         section, key = (cycle.final, "cycle.final") if level.index == 1 else (cycle.coarse, "cycle.coarse")
-        phases.append(_train(config, level, section, key, level_steps=True))
+        phases.append(_train(config, level, section, key, level_steps=True, moved=True))
     return phases
 
 
@@ -161,7 +161,8 @@ def _explicit(config: RunConfig, levels: tuple[Level, ...]) -> list[Phase]:
         key = f"cycle.phases.{position}"
         _check_reachable(entry, at, key)
         if entry.train is not None:
-            phases.append(_train(config, levels[at - 1], entry, key))
+            moved = bool(phases) and not isinstance(phases[-1], Train)
+            phases.append(_train(config, levels[at - 1], entry, key, moved=moved))
         elif entry.coalesce is not None:
             phases.append(Coalesce(index=0, fine=at, coarse=at + 1))
             at += 1
@@ -201,21 +202,29 @@ def _check_reachable(entry: PhaseEntry, at: int, key: str) -> None:
     )
 
 
-def _train(config: RunConfig, level: Level, phase: PhaseConfig, key: str, *, level_steps: bool = False) -> Train:
+def _train(
+    config: RunConfig, level: Level, phase: PhaseConfig, key: str, *, level_steps: bool = False, moved: bool = False
+) -> Train:
+    """A training phase; ``moved``: a change of level comes right before it."""
     steps = level.steps if level_steps and level.steps is not None else phase.steps
     if steps is None:
         either = f" or levels.{level.index - 1}.steps" if level_steps else ""
         raise ConfigError(f"{key}.steps is missing; set {key}.steps{either} (level {level.index} is trained there)")
+    rewarmup = config.lr.rewarmup_steps if moved else None
     lr = LrSchedule(
         peak=phase.lr or level.lr or config.lr.peak,
         minimum=config.lr.minimum if phase.minimum_lr is None else phase.minimum_lr,
-        warmup_steps=config.lr.warmup_steps if phase.warmup_steps is None else phase.warmup_steps,
+        warmup_steps=_first_given(phase.warmup_steps, rewarmup, config.lr.warmup_steps),
         kind=phase.schedule or config.lr.schedule,
         steps=steps,
     )
     if steps:
         _check_lr(lr, key, level.index)
     return Train(index=0, level=level.index, steps=steps, lr=lr, until_loss=phase.until_loss)
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
 
 
 def _check_lr(lr: LrSchedule, key: str, level: int) -> None:

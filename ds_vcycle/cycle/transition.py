@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
+from ds_vcycle_kernels import Implementation
 from torch import Tensor
 
 from ds_vcycle.config import MomentPolicy
@@ -26,11 +28,23 @@ from ds_vcycle.sharding.zero import Engine, adam_step, fragments, push, set_mome
 Fragments = dict[str, Tensor]  # this rank's flat fragments by parameter name, float32
 
 
+class Blend(TypedDict):
+    """The factors of a refine, and what computes it."""
+
+    alpha: float
+    beta: float
+    kernels: Implementation
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """What the next level is filled from, on the host: weights and, if they are mapped, Adam's moments at ``step``."""
+    """What the next level is filled from, on the host: weights and, if they are mapped, Adam's moments at ``step``.
+
+    ``trained``: going up, the coarse weights as they were trained, if ``master`` holds something else.
+    """
 
     master: Fragments
+    trained: Fragments | None = None
     exp_avg: Fragments | None = None
     exp_avg_sq: Fragments | None = None
     step: int = 0
@@ -44,16 +58,22 @@ def common_step(engine: Engine, mesh: Mesh) -> int:
 
 
 def masters(engine: Engine) -> Fragments:
-    """Copies of the engine's fp32 masters on the host: a parked level."""
-    return {fragment.name: fragment.master.detach().cpu().clone() for fragment in fragments(engine)}
+    """Copies of the engine's fp32 masters on the host, pinned where they come from a GPU: a parked level."""
+    copies = {}
+    for fragment in fragments(engine):
+        master = fragment.master.detach()
+        copies[fragment.name] = torch.empty(master.shape, pin_memory=master.is_cuda).copy_(master)
+    return copies
 
 
-def stage_down(engine: Engine, geometry: Geometry, mesh: Mesh, moments: MomentPolicy) -> Staged:
+def stage_down(
+    engine: Engine, geometry: Geometry, mesh: Mesh, moments: MomentPolicy, *, kernels: Implementation = "auto"
+) -> Staged:
     """Coalesce the fine engine's weights (and moments under ``map``) into this rank's coarse fragments. Collective."""
     exchange = Exchange(mesh=mesh)
     held = fragments(engine)
     weights = {f.name: f.master.detach() for f in held}
-    master = coalesce_fragments(geometry, weights, "master", exchange)
+    master = coalesce_fragments(geometry, weights, "master", exchange, kernels=kernels)
     fault_point("coalesce.staged")
     step = common_step(engine, mesh)
     if moments == "reset" or step == 0:
@@ -62,15 +82,15 @@ def stage_down(engine: Engine, geometry: Geometry, mesh: Mesh, moments: MomentPo
     second = {f.name: f.exp_avg_sq for f in held if f.exp_avg_sq is not None}
     return Staged(
         master=master,
-        exp_avg=coalesce_fragments(geometry, first, "exp_avg", exchange),
-        exp_avg_sq=coalesce_fragments(geometry, second, "exp_avg_sq", exchange),
+        exp_avg=coalesce_fragments(geometry, first, "exp_avg", exchange, kernels=kernels),
+        exp_avg_sq=coalesce_fragments(geometry, second, "exp_avg_sq", exchange, kernels=kernels),
         step=step,
     )
 
 
 def stage_up(
     engine: Engine, parked: Mapping[str, Tensor], geometry: Geometry, mesh: Mesh, *, alpha: float, beta: float,
-    moments: MomentPolicy,
+    moments: MomentPolicy, kernels: Implementation = "auto",
 ) -> Staged:  # fmt: skip
     """z = alpha y + (1 - alpha - beta) C x at coarse size, and the coarse moments under ``map``. Collective.
 
@@ -79,14 +99,16 @@ def stage_up(
     held = fragments(engine)
     cx: Fragments = {}
     if coarse_factor(alpha, beta):
-        cx = coalesce_fragments(geometry, parked, "master", Exchange(mesh=mesh))
+        cx = coalesce_fragments(geometry, parked, "master", Exchange(mesh=mesh), kernels=kernels)
     z = {f.name: blend_coarse(f.master.detach().cpu(), cx.get(f.name), alpha=alpha, beta=beta) for f in held}
+    trained = None if alpha == 1.0 and not cx else {f.name: f.master.detach().cpu().clone() for f in held}
     fault_point("refine.staged")
     step = common_step(engine, mesh)
     if moments == "reset" or step == 0:
-        return Staged(master=z)
+        return Staged(master=z, trained=trained)
     return Staged(
         master=z,
+        trained=trained,
         exp_avg={f.name: f.exp_avg.cpu().clone() for f in held if f.exp_avg is not None},
         exp_avg_sq={f.name: f.exp_avg_sq.cpu().clone() for f in held if f.exp_avg_sq is not None},
         step=step,
@@ -112,9 +134,20 @@ def fill(engine: Engine, staged: Staged) -> None:
 
 
 @torch.no_grad()
+def decoalesce_into(
+    engine: Engine, staged: Staged, geometry: Geometry, mesh: Mesh, *, kernels: Implementation = "auto"
+) -> None:
+    """Fill the weights of an engine with what the coarse level has learned, nothing else; push. Collective."""
+    coarse = staged.master if staged.trained is None else staged.trained
+    weights = {f.name: f.master for f in fragments(engine)}
+    refine_fragments(geometry, coarse, weights, "master", Exchange(mesh=mesh), beta=0.0, kernels=kernels)
+    push(engine)
+
+
+@torch.no_grad()
 def refine_into(
     engine: Engine, parked: Mapping[str, Tensor], staged: Staged, geometry: Geometry, mesh: Mesh, *,
-    alpha: float, beta: float,
+    alpha: float, beta: float, kernels: Implementation = "auto",
 ) -> None:  # fmt: skip
     """Fill an engine built empty from the parked level and blend z into it in place; push. Collective.
 
@@ -128,13 +161,13 @@ def refine_into(
     exchange = Exchange(mesh=mesh)
     if not (alpha == 0.0 and beta == 1.0):
         weights = {f.name: f.master for f in held}
-        refine_fragments(geometry, staged.master, weights, "master", exchange, beta=beta)
+        refine_fragments(geometry, staged.master, weights, "master", exchange, beta=beta, kernels=kernels)
     fault_point("refine.blended")
     if staged.exp_avg is not None and staged.exp_avg_sq is not None:
-        first = {f.name: torch.zeros(f.length) for f in held}
-        second = {f.name: torch.zeros(f.length) for f in held}
-        refine_fragments(geometry, staged.exp_avg, first, "exp_avg", exchange, beta=0.0)
-        refine_fragments(geometry, staged.exp_avg_sq, second, "exp_avg_sq", exchange, beta=0.0)
+        first = {f.name: torch.zeros_like(f.master) for f in held}
+        second = {f.name: torch.zeros_like(f.master) for f in held}
+        refine_fragments(geometry, staged.exp_avg, first, "exp_avg", exchange, beta=0.0, kernels=kernels)
+        refine_fragments(geometry, staged.exp_avg_sq, second, "exp_avg_sq", exchange, beta=0.0, kernels=kernels)
         set_moments(engine, {name: (first[name], second[name]) for name in first}, staged.step)
     push(engine)
 

@@ -111,6 +111,23 @@ class TransitionRecord(Place):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TransitionLossRecord(Place):
+    """Held-out loss along a change of level: ``before`` it, and ``after``.
+
+    ``decoalesced``: of a refine, the coarse model on the fine level as it is (alpha 1, beta 0), before the blend; None
+    where it was not asked for (``evaluation.transitions``).
+    """
+
+    kind: Literal["coalesce", "refine"]
+    fine: int
+    coarse: int
+    before: float
+    decoalesced: float | None
+    after: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRecord(Place):
     """A checkpoint that took ``own_seconds``."""
 
@@ -119,11 +136,12 @@ class SaveRecord(Place):
     own_seconds: float
 
 
-Record: TypeAlias = StepRecord | EvaluationRecord | TransitionRecord | SaveRecord
-_EVENTS: dict[str, type[StepRecord] | type[EvaluationRecord] | type[TransitionRecord] | type[SaveRecord]] = {
+Record: TypeAlias = StepRecord | EvaluationRecord | TransitionRecord | TransitionLossRecord | SaveRecord
+_EVENTS: dict[str, type[Record]] = {
     "step": StepRecord,
     "evaluation": EvaluationRecord,
     "transition": TransitionRecord,
+    "transition_loss": TransitionLossRecord,
     "save": SaveRecord,
 }
 _NAMES = {kind: name for name, kind in _EVENTS.items()}

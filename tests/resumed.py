@@ -54,7 +54,7 @@ def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(run_dir: Path, uninterrupted: Path) -> None:
     """The last checkpoints hold the same bits and the same position, and the metrics tell the same story once."""
-    for events in (("step",), ("evaluation",), ("transition",)):
+    for events in (("step",), ("evaluation",), ("transition",), ("transition_loss",)):
         assert records(run_dir, *events) == records(uninterrupted, *events)
     ours, theirs = last_checkpoint(run_dir), last_checkpoint(uninterrupted)
     assert ours.name == theirs.name

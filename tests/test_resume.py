@@ -8,7 +8,7 @@ import pytest
 
 from ds_vcycle.config import RunConfig
 from tests.dist.ranks import RankResult, run_ranks
-from tests.resumed import assert_same_run, write_config
+from tests.resumed import assert_same_run, records, write_config
 from tests.tiny import tiny_run
 
 _CHANGES = {
@@ -85,3 +85,33 @@ def test_killed_run_goes_on_with_the_same_bits(
     resumed = train(config, "--resume")
     assert [result.exit_code for result in resumed] == [0, 0], resumed
     assert_same_run(config.run_dir, uninterrupted[stage])
+
+
+_THREE_LEVELS = {
+    "model.heads": 8, "cycle.levels": 3, "cycle.initial.steps": 2, "cycle.coarse.steps": 3, "cycle.final.steps": 3,
+    "cycle.park": "disk", "saving.every_steps": 2,
+}  # fmt: skip
+_LAYOUTS = {"levels": [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}, {"zero_stage": 2}]}
+
+
+def test_three_levels_each_with_its_own_layout_survive_a_kill_and_train_the_curve_of_one_layout(tmp_path: Path) -> None:
+    """Killed on the way up between unlike layouts, with both fine levels parked on the disk alone."""
+    runs = {
+        name: tiny_run(tmp_path / name, tp=2, changes=changes)
+        for name, changes in (
+            ("alike", _THREE_LEVELS), ("unlike", _THREE_LEVELS | _LAYOUTS), ("killed", _THREE_LEVELS | _LAYOUTS)
+        )
+    }  # fmt: skip
+    for name in ("alike", "unlike"):
+        assert [result.exit_code for result in train(runs[name])] == [0, 0]
+    killed = train(runs["killed"], fault="refine.blended:1")
+    assert killed[1].exit_code == 137 and killed[0].exit_code != 0
+    assert [result.exit_code for result in train(runs["killed"], "--resume")] == [0, 0]
+    assert_same_run(runs["killed"].run_dir, runs["unlike"].run_dir)
+    curves = [
+        [(r["event"], r["step"], r["loss"]) for r in records(runs[name].run_dir, "step", "evaluation")]
+        for name in ("alike", "killed")
+    ]
+    assert [point[:2] for point in curves[1]] == [point[:2] for point in curves[0]]
+    assert [point[2] for point in curves[1]] == pytest.approx([point[2] for point in curves[0]], abs=1e-4)
+    assert len(curves[0]) > 20

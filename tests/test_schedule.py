@@ -87,6 +87,15 @@ def test_learning_rate_comes_from_the_phase_then_the_level_then_the_run():
     assert learning_rate(final, 4) == 7e-4
 
 
+def test_a_phase_after_a_change_of_level_warms_up_anew_as_asked():
+    tree = {**V, "coarse": {"steps": 50, "warmup_steps": 1}}
+    phases = expand(config(tree, lr={"peak": 1e-3, "warmup_steps": 2, "rewarmup_steps": 7}))
+    assert [phase.lr.warmup_steps for phase in phases if isinstance(phase, Train)] == [2, 1, 7]
+    explicit = [{"train": 1, "steps": 9}, {"train": 1, "steps": 9}, {"coalesce": 1}, {"train": 2, "steps": 9}]
+    phases = expand(config({"kind": "phases", "phases": explicit}, lr={"warmup_steps": 2, "rewarmup_steps": 0}))
+    assert [phase.lr.warmup_steps for phase in phases if isinstance(phase, Train)] == [2, 2, 0]
+
+
 def test_blend_comes_from_the_operators():
     refine = expand(config(V, operators={"alpha": 0.5, "beta": 0.75}))[3]
     assert refine == Refine(index=3, fine=1, coarse=2, alpha=0.5, beta=0.75)

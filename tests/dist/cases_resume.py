@@ -21,6 +21,7 @@ from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle import live, runner
 from ds_vcycle.cycle.runner import Resume, run_training
 from ds_vcycle.sharding.zero import fragments
+from ds_vcycle.train.metrics import MetricsWriter
 
 # Where a run can be disturbed: the function that is about to be called
 _POINTS: dict[str, tuple[Any, str]] = {
@@ -31,7 +32,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
     "park": (live, "save_parked"),
     "refine": (live, "refine_into"),
     "save": (live, "save_engine"),
-    "record": (live.MetricsWriter, "write"),
+    "record": (MetricsWriter, "write"),
     "describe": (runner, "_describe"),
 }
 

@@ -341,6 +341,7 @@ class LiveRun:
                 after=self._held_out, seconds=after.seconds,
             )
         )  # fmt: skip
+        self.records.settle()
         within = "" if decoalesced is None else f" -> {decoalesced:.4f} de-coalesced"
         self.progress.update(1, f"held-out {loss:.4f}{within} -> {self._held_out:.4f}")
 

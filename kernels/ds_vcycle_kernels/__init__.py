@@ -7,6 +7,7 @@ from ds_vcycle_kernels.coalesce import coalesce
 from ds_vcycle_kernels.jobs import CoalesceJob, Implementation, Member, Moment, RefineJob
 from ds_vcycle_kernels.positions import Positions, positions
 from ds_vcycle_kernels.refine import refine
+from ds_vcycle_kernels.roots import rounded_root
 
 __all__ = [
     "CoalesceJob",
@@ -18,4 +19,5 @@ __all__ = [
     "coalesce",
     "positions",
     "refine",
+    "rounded_root",
 ]

@@ -9,7 +9,7 @@ import torch
 from ds_vcycle_kernels.chunks import Scratch
 from ds_vcycle_kernels.coalesce_reference import coalesce_reference
 from ds_vcycle_kernels.implementation import resolve
-from ds_vcycle_kernels.jobs import CoalesceJob, Implementation, check_coalesce
+from ds_vcycle_kernels.jobs import CoalesceJob, Implementation, check_coalesce, laid_out_sum
 
 
 def coalesce(jobs: Sequence[CoalesceJob], *, implementation: Implementation = "auto") -> None:
@@ -32,7 +32,12 @@ def coalesce(jobs: Sequence[CoalesceJob], *, implementation: Implementation = "a
     device = jobs[0].total.device
     if any(job.total.device != device for job in jobs):
         raise ValueError("coalesce: the jobs of one call are on one device")
-    assert resolve(implementation, device) == "torch"
+    jobs = [laid_out_sum(job) for job in jobs]
+    if resolve(implementation, device) == "triton":
+        from ds_vcycle_kernels.coalesce_triton import launch_coalesce
+
+        launch_coalesce(jobs)
+        return
     scratch = Scratch(torch.float64, device)
     for job in jobs:
         coalesce_reference(job, scratch=scratch)

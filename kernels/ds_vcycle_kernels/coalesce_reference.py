@@ -15,30 +15,23 @@ from torch import Tensor
 from ds_vcycle_kernels.chunks import Scratch, row_chunks
 from ds_vcycle_kernels.jobs import CoalesceJob, Member
 from ds_vcycle_kernels.positions import Positions, children, indices, runs, scattered
+from ds_vcycle_kernels.roots import rounded_root
 
 
 def coalesce_reference(job: CoalesceJob, *, scratch: Scratch | None = None) -> None:
     """Fill ``job.total``; see :class:`CoalesceJob`.
 
     Args:
-        job: a checked job.
+        job: a checked job, laid out (:func:`~ds_vcycle_kernels.jobs.laid_out_sum`).
         scratch: float64 memory to work in.
     """
     if scratch is None:
         scratch = Scratch(torch.float64, job.total.device)
-    total, members = job.total, list(job.members)
-    if total.shape[1] == 1 and all(member.x.shape[1] == 1 for member in members):
-        total, members = total.view(1, -1), [_lying(member) for member in members]
-    if not members:
-        total.zero_()
-    alike = groupby(sorted(members, key=lambda m: id(m.cols)), key=lambda m: id(m.cols))
+    if not job.members:
+        job.total.zero_()
+    alike = groupby(sorted(job.members, key=lambda m: id(m.cols)), key=lambda m: id(m.cols))
     for position, (_, group) in enumerate(alike):
-        _sum(list(group), total, job.root, scratch, overwrite=position == 0)
-
-
-def _lying(member: Member) -> Member:
-    """A vector as a single row, so that its long dim is contiguous in the inner loops."""
-    return Member(x=member.x.view(1, -1), rows=Positions(count=1), cols=member.rows)
+        _sum(list(group), job.total, job.root, scratch, overwrite=position == 0)
 
 
 def _sum(members: Sequence[Member], total: Tensor, root: bool, scratch: Scratch, *, overwrite: bool) -> None:
@@ -86,7 +79,7 @@ def _contributions(
     for member in members:
         for run in () if scattered(member.rows) else runs(member.rows, first, last):
             fine = member.x[run.fine : run.fine_end]
-            values = scratch.matrix("fine", *fine.shape).copy_(fine.sqrt() if root else fine)
+            values = scratch.matrix("fine", *fine.shape).copy_(rounded_root(fine) if root else fine)
             summands = values.view(run.units, run.members, run.length, -1).unbind(1)
             yield summands, run.coarse, run.coarse_end
 
@@ -96,7 +89,7 @@ def _add_scattered(member: Member, out: Tensor, first: int, root: bool) -> None:
     begin, end = torch.searchsorted(ordered, torch.tensor([first, first + len(out)])).tolist()
     values = member.x.index_select(0, order[begin:end].to(out.device))
     places = (ordered[begin:end] - first).to(out.device)
-    out.index_add_(0, places, (values.sqrt() if root else values).double())
+    out.index_add_(0, places, (rounded_root(values) if root else values).double())
 
 
 def _sum_cols(x_rC: Tensor, cols: Positions, out_rc: Tensor) -> Tensor:

@@ -78,6 +78,39 @@ class CoalesceJob:
     root: bool = False
 
 
+def laid_out(job: RefineJob) -> RefineJob:
+    """The job with its long dim as columns: a vector is a single row. What reads no coarse value needs no positions."""
+    given = [z for z in sources(job) if z is not None]
+    rows, cols = job.x.shape
+    if cols == 1 and all(z.shape[1] == 1 for z in given):
+        at_rows, at_cols, shape = Positions(count=1), job.rows, (1, rows)
+    else:
+        at_rows, at_cols, shape = job.rows, job.cols, (rows, cols)
+    if not given:
+        at_rows, at_cols = Positions(count=shape[0]), Positions(count=shape[1])
+    if at_rows is job.rows and at_cols is job.cols:
+        return job
+    return RefineJob(
+        x=job.x.view(shape), z=_lying(job.z, shape), rows=at_rows, cols=at_cols, divisor=job.divisor,
+        weight=job.weight, exp_avg=_lying_moment(job.exp_avg, shape), exp_avg_sq=_lying_moment(job.exp_avg_sq, shape),
+    )  # fmt: skip
+
+
+def laid_out_sum(job: CoalesceJob) -> CoalesceJob:
+    """The job with its long dim as columns: vectors are single rows."""
+    if job.total.shape[1] > 1 or any(member.x.shape[1] > 1 for member in job.members):
+        return job
+    one = Positions(count=1)
+    members = [Member(x=member.x.view(1, -1), rows=one, cols=member.rows) for member in job.members]
+    return CoalesceJob(members=members, total=job.total.view(1, -1), root=job.root)
+
+
+def sources(job: RefineJob) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The coarse values of the weights and of the two moments."""
+    first, second = job.exp_avg, job.exp_avg_sq
+    return job.z, None if first is None else first.z, None if second is None else second.z
+
+
 def check_refine(job: RefineJob) -> None:
     """Refuse a job that would read or write outside its tensors.
 
@@ -88,6 +121,8 @@ def check_refine(job: RefineJob) -> None:
     _check_map("x", job.x, job.rows, job.cols)
     if (job.exp_avg is None) != (job.exp_avg_sq is None):
         raise ValueError("refine: exp_avg and exp_avg_sq are given together or not at all")
+    if len({z.shape for z in sources(job) if z is not None}) > 1:
+        raise ValueError("refine: the coarse values of a job and of its moments have unlike shapes")
     _check_source("z", job, job.z, job.divisor)
     for name, moment in (("exp_avg", job.exp_avg), ("exp_avg_sq", job.exp_avg_sq)):
         if moment is not None:
@@ -115,6 +150,16 @@ def check_coalesce(job: CoalesceJob) -> None:
         _check_tensor("x", member.x, torch.float32, None, job.total.device)
         _check_map("x", member.x, member.rows, member.cols)
         _check_range("x", member.rows, member.cols, job.total)
+
+
+def _lying(z: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    return z if z is None or shape[0] > 1 else z.view(1, -1)
+
+
+def _lying_moment(moment: Moment | None, shape: tuple[int, int]) -> Moment | None:
+    if moment is None:
+        return None
+    return Moment(x=moment.x.view(shape), z=_lying(moment.z, shape), divisor=moment.divisor)
 
 
 def _check_source(name: str, job: RefineJob, z: Tensor | None, divisor: float) -> None:

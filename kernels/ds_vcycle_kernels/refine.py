@@ -8,7 +8,7 @@ import torch
 
 from ds_vcycle_kernels.chunks import Scratch
 from ds_vcycle_kernels.implementation import resolve
-from ds_vcycle_kernels.jobs import Implementation, RefineJob, check_refine
+from ds_vcycle_kernels.jobs import Implementation, RefineJob, check_refine, laid_out
 from ds_vcycle_kernels.refine_reference import refine_reference
 
 
@@ -32,7 +32,12 @@ def refine(jobs: Sequence[RefineJob], *, beta: float, implementation: Implementa
     device = jobs[0].x.device
     if any(job.x.device != device for job in jobs):
         raise ValueError("refine: the jobs of one call are on one device")
-    assert resolve(implementation, device) == "torch"
+    jobs = [laid_out(job) for job in jobs]
+    if resolve(implementation, device) == "triton":
+        from ds_vcycle_kernels.refine_triton import launch_refine
+
+        launch_refine(jobs, beta=beta)
+        return
     scratch = Scratch(torch.float32, device)
     for job in jobs:
         refine_reference(job, beta=beta, scratch=scratch)

@@ -34,7 +34,7 @@ def refine_reference(job: RefineJob, *, beta: float, scratch: Scratch | None = N
     """Refine one block in place; see :class:`RefineJob`.
 
     Args:
-        job: a checked job.
+        job: a checked job, laid out (:func:`~ds_vcycle_kernels.jobs.laid_out`).
         beta: the factor of what ``x`` holds; 0 overwrites and does not read, 1 keeps its bits.
         scratch: float32 memory to work in.
     """
@@ -50,25 +50,14 @@ def _refine(job: RefineJob, target: Moment, beta: float, weight: Tensor | None, 
     if target.z is None:
         _fade(target.x, beta, weight)
         return
-    shape = target.x.shape
     work = _Pass(
         x=target.x, z=target.z, rows=job.rows, cols=job.cols, divisor=target.divisor, beta=beta,
-        weight=None if weight is None else weight.view(shape),
+        weight=None if weight is None else weight.view_as(target.x),
     )  # fmt: skip
-    if shape[1] == 1 and target.z.shape[1] == 1:
-        work = _lying(work)
     if scattered(work.rows):
         _refine_scattered(work, scratch)
     else:
         _refine_runs(work, scratch)
-
-
-def _lying(work: _Pass) -> _Pass:
-    """A vector as a single row, so that its long dim is contiguous in the inner loops."""
-    return _Pass(
-        x=work.x.view(1, -1), z=work.z.view(1, -1), rows=Positions(count=1), cols=work.rows,
-        divisor=work.divisor, beta=work.beta, weight=None if work.weight is None else work.weight.view(1, -1),
-    )  # fmt: skip
 
 
 def _fade(x: Tensor, beta: float, weight: Tensor | None) -> None:

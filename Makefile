@@ -10,7 +10,7 @@ DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) /
 LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
 DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2 training.micro_batch=16
 
-.PHONY: demo data test test-full check bench bench-transition clean
+.PHONY: demo data test test-full check bench bench-transition transitions clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,9 @@ bench: $(READY)
 
 bench-transition: $(READY) ## a BERT-Large-sized state to half its size and back, against one copy of it
 	$(BIN)/python -m tests.bench.bench_transition
+
+transitions: $(READY) data/demo/gpt/prepare.json data/demo/bert/prepare.json ## held-out loss around every change of level
+	PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.transitions --out runs/transitions.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -141,6 +141,13 @@ def test_overrides_and_a_flat_run(tmp_path: Path) -> None:
     y = load_wholes(tmp_path / "wide", wide.shape)["master"]
     back = load_wholes(tmp_path / "back", level.shape)
     assert differing(back, {"master": apply.decoalesce(plan, y)}) == []
+    # Nor where the coarse model was trained in a run of its own, which knows of one level, but for its groups
+    own = {"hidden": 4, "heads": 6, "ffn": 36, "layers": 6, "head_dim": 2}
+    alone = parse_config({**tree, "model": {**tree["model"], **own, "kv_groups": 6}})
+    store_wholes(tmp_path / "own", {"master": y}, wide.shape, _COARSE, _state(alone, 1, 0))
+    refine_checkpoints(tmp_path / "fine", tmp_path / "own", tmp_path / "again", alpha=1.0, beta=0.0,
+                       overrides=["levels.1.groupings.head=stack"])  # fmt: skip
+    assert differing(load_wholes(tmp_path / "again", level.shape), back) == []
     # A second step down: level 3 halves level 2, but for what cannot be halved
     given = ["levels.2.layers=1"]
     third = coalesce_checkpoint(tmp_path / "half", tmp_path / "third", overrides=given).level

@@ -141,6 +141,21 @@ def test_another_layout_goes_on_with_the_same_losses(tmp_path: Path, stopped: Pa
         assert status(config.run_dir)["status"] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("changes", "seeded"), [({"model.tensor_parallel": 2}, True), ({"training.zero_stage": 1}, False)]
+)
+def test_random_states_of_another_degree_are_not_taken(
+    tmp_path: Path, stopped: Path, changes: dict[str, Any], seeded: bool
+) -> None:
+    run_dir = shutil.copytree(stopped / "stopped", tmp_path / "run")
+    config = write_config(tiny_run(run_dir, zero_stage=3, changes=changes), tmp_path / "run.yaml")
+    command = ["train", "--config", str(config), "--resume"]
+    results = run_ranks(2, f"{_CASES}:command_line", [command, str(tmp_path / "log")], check=False)
+    assert [result.exit_code for result in results] == [0, 0], results
+    warned = "another number of ranks or tensor-parallel degree than before: random" in (tmp_path / "log.0").read_text()
+    assert warned == seeded
+
+
 # (groupings, what changes, how the refusal begins if there is one)
 DEGREES: list[tuple[dict[str, str], dict[str, Any], str | None]] = [
     (

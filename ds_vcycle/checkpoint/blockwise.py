@@ -31,7 +31,7 @@ from ds_vcycle.operators.apply import (
 from ds_vcycle.operators.plan import Child, Index, ParameterMap
 from ds_vcycle.schema import Parameter
 
-BUCKET_ELEMENTS = 1 << 22
+BUCKET_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

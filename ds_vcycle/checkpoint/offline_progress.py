@@ -13,15 +13,20 @@ from ds_vcycle.checkpoint.offline import Advance, Written
 
 @contextmanager
 def bar(title: str, *, enabled: bool) -> Iterator[Advance]:
-    """A bar of the elements done in this process, for the length of the block."""
+    """A bar of the elements done in this process, for the length of the block; it appears with the first of them."""
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not enabled) as progress:
-        task = progress.add_task(title, total=None)
+    progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not enabled)
+    task = progress.add_task(title, total=None)
 
-        def advance(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+    def advance(done: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total)
 
+    try:
         yield advance
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def summary(written: Written) -> str:

@@ -48,10 +48,7 @@ def _row_start(row: tl.tensor, rule: tl.tensor, tables: tl.tensor, rows: tl.tens
     """The flat index, int64, at which the coarse row of a fine row begins. ``rule``: a closed form, then a table."""
     table = tl.load(rule + 4)
     row = tl.minimum(row, rows - 1)  # the row after the last is asked for, and not used
-    if table >= 0:
-        coarse_row = tl.load(tables + table + row)
-    else:
-        coarse_row = _closed(row, rule)
+    coarse_row = tl.load(tables + table + row) if table >= 0 else _closed(row, rule)
     return coarse_row.to(tl.int64) * width
 
 

@@ -22,6 +22,9 @@ UNEQUAL = {
     "operators.groupings": {"head": [[0, 1, 2], [3]], "layer": [[0], [1, 2, 3]]}, "operators.depth_residual": "copy",
 }  # fmt: skip
 SPLIT = {"operators.depth_residual": "split", "operators.embedding": "reference"}
+ROUND = {"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}
+TP_2 = {"tensor_parallel": 2, "zero_stage": 1}
+SUB_GROUPS = {"deepspeed": {"zero_optimization": {"sub_group_size": 500}}}
 UNTIED = {"model.tied_embeddings": False, "operators.depth_residual": "split"}
 
 
@@ -40,6 +43,11 @@ CASES: dict[str, Any] = dict(
         _case("gpt", 2, 3, "fp32", STACKED, "-stacked"),
         _case("gpt", 1, 1, "fp32", UNEQUAL, "-unequal"),
         _case("gpt", 1, 3, "bf16", UNTIED, "-untied"),
+        _case("gpt", 2, 1, "fp32", {"levels": [{}, {"tensor_parallel": 1, "zero_stage": 3}]}, "-unlike"),
+        _case(
+            "bert", 1, 2, "bf16", {"levels": [{}, {"tensor_parallel": 2, "zero_stage": 1}], **ROUND}, "-round-unlike"
+        ),
+        _case("gpt", 1, 3, "fp32", {"levels": [{}, {"zero_stage": 0}], **SUB_GROUPS}, "-sub-groups-unlike"),
     ]
 )
 PRODUCT: dict[str, Any] = dict(
@@ -94,7 +102,7 @@ def test_down_and_up_with_alpha_0_and_beta_1_keeps_the_held_out_loss(results, na
 def _adjacent_on_whole_ranks(name: str) -> bool:
     """Adjacent groups of equal sizes, and fragments that end where groups do: TP 2, ZeRO 0, or ZeRO 3's halves."""
     _, tp, stage, _, _ = CASES[name]
-    return not name.endswith(("-stacked", "-unequal")) and (tp == 2 or stage in (0, 3))
+    return not name.endswith(("-stacked", "-unequal", "-unlike")) and (tp == 2 or stage in (0, 3))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +112,10 @@ def test_only_coarse_data_crosses_ranks_and_none_where_groups_do_not(results, na
         down = [*crossed["down"].values(), *crossed["up"].values()]
         assert [len(sent) for sent in down] == [1, 3, 0, 1, 0, 1]  # C x is needed where alpha + beta is not 1
         assert [len(sent) for sent in crossed["into"].values()] == [0, 3, 3, 3]
+        planned_down, planned_up = rank[name]["planned"]  # what `plan --ranks` says, to the byte, for each quantity
+        first_moment = crossed["down"]["map"][1]
+        assert crossed["down"]["reset"] == [planned_down] and first_moment == planned_down
+        assert all(sent == [planned_up] * 3 for sent in list(crossed["into"].values())[1:])
         sums = [sent for exchange in down for sent in exchange]
         copies = [sent for exchange in crossed["into"].values() for sent in exchange]
         assert max(sums) <= 8 * elements and max(copies) <= 4 * elements

@@ -27,6 +27,7 @@ from ds_vcycle.sharding.exchange import Exchange
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import layout_of
 from ds_vcycle.sharding.release import release
+from ds_vcycle.sharding.traffic import traffic
 from ds_vcycle.sharding.zero import Engine, adam_step, fragments
 from ds_vcycle.train.engine import build_engine
 from ds_vcycle.train.loop import train_step
@@ -61,6 +62,8 @@ class Setting:
         return Geometry(plan=self.plan, fine=fine, coarse=coarse)
 
     def engine(self, level: Level, seed: int | None = None) -> Engine:
+        """The level's engine; from here on the mesh is the level's."""
+        self.mesh = mesh_for(level.tensor_parallel)
         precision = self.config.training.precision
         return build_engine(
             build_model(level, self.config.model, precision=precision, mesh=self.mesh, seed=seed),
@@ -173,6 +176,8 @@ def round_trip(config: RunConfig) -> dict[str, Any]:
     if adam_step(engine) != 4:
         case.problems.append(f"Adam's step is {adam_step(engine)} after 2 + 1 + 1 steps")
     release(engine)
+    rows, rank = traffic(case.geometry), case.mesh.rank
+    planned = sum(row.coalesce[rank] for row in rows), sum(row.refine[rank] for row in rows)
     coarse_elements = sum(p.numel for p in parameters(coarse.shape))
     crossed = {
         "down": {moments: watch_.exchanged for moments, watch_ in down.items()},
@@ -182,7 +187,7 @@ def round_trip(config: RunConfig) -> dict[str, Any]:
     collectives = [call for seen in (*down.values(), *watch.values()) for call in seen.calls]
     return {
         "problems": case.problems, "before": before, "after": after["held_out"], "crossed": crossed,
-        "coarse_elements": coarse_elements, "collectives": collectives,
+        "coarse_elements": coarse_elements, "collectives": collectives, "planned": planned,
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A program owns a tile of one coarse row and walks, member by member, over the fine rows that lie on it: every fine
 element is read once, and the order of the sum is fixed. Pairs of neighbouring columns, the usual grouping, are read as
-one contiguous run of twice the tile, four elements at once where rows begin on 16-byte addresses.
+one contiguous run of twice the tile. The compiled loads are of single elements so far, aligned or not.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from ds_vcycle.config import UserError
 
+T = TypeVar("T")
 _TRACKER_NAME = "model-parallel-rng"
 
 
@@ -222,6 +223,22 @@ def raise_together(error: Exception | None) -> None:
     if error is not None and (_job is None or rank == dist.get_rank()):
         raise error
     raise UserError(text) if is_user_error else RuntimeError(f"rank {rank} failed: {text}")
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do something on every rank that needs no other rank; all return, or all raise the lowest failing rank's error.
+
+    Raises:
+        UserError: as :func:`raise_together`.
+        RuntimeError: as :func:`raise_together`.
+    """
+    try:
+        value = work()
+    except Exception as error:
+        raise_together(error)
+        raise
+    raise_together(None)
+    return value
 
 
 def seed_ranks(seed: int, mesh: Mesh) -> None:

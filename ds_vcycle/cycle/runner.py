@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
 import yaml
@@ -30,7 +30,6 @@ from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnin
 from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
 
 Resume = Literal["never", "always", "auto"]
-T = TypeVar("T")
 
 
 def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["finished", "stopped"]:
@@ -50,7 +49,7 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
         return "finished"
     held = None if checkpoint is None else read_run(checkpoint, config, plan.levels)
     initial = None if source is None else read_initial(source, config, plan.level(1))
-    _together(lambda: _describe(plan) if dist.get_rank() == 0 else None)
+    parallel.together(lambda: _describe(plan) if dist.get_rank() == 0 else None)
     with stop_signals() as flag, closing(LiveRun(plan, flag)) as run:
         try:
             if held is None:
@@ -98,21 +97,10 @@ def _checked(config: RunConfig, resume: Resume) -> tuple[RunPlan, Checkpoint | N
         checkpoint = _checkpoint(plan, resume)
         return plan, checkpoint, None if checkpoint else _source(plan)
 
-    plan, checkpoint, source = _together(check)
+    plan, checkpoint, source = parallel.together(check)
     meshes = {level.tensor_parallel: parallel.mesh_for(level.tensor_parallel) for level in plan.levels}
-    _together(lambda: check_models(plan, meshes))
+    parallel.together(lambda: check_models(plan, meshes))
     return plan, checkpoint, source
-
-
-def _together(work: Callable[[], T]) -> T:
-    """Do something on every rank that needs no other rank; all return, or all raise the lowest failing rank's error."""
-    try:
-        value = work()
-    except Exception as error:
-        parallel.raise_together(error)
-        raise
-    parallel.raise_together(None)
-    return value
 
 
 def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:

@@ -27,7 +27,7 @@ from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.schedule import Phase, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
-from ds_vcycle.parallel import Mesh, mesh_for, raise_together, rng_state
+from ds_vcycle.parallel import Mesh, mesh_for, rng_state, together
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
 from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
@@ -89,15 +89,8 @@ def read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level])
     Raises:
         CheckpointError: on every rank, naming the file and the parameter.
     """
-    error, held = None, None
-    try:
-        with checkpoint:
-            held = _read_run(checkpoint, config, levels)
-    except ValueError as problem:
-        error = problem
-    raise_together(error)
-    assert held is not None
-    return held
+    with checkpoint:
+        return together(lambda: _read_run(checkpoint, config, levels))
 
 
 def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
@@ -106,14 +99,8 @@ def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Sta
     Raises:
         CheckpointError: on every rank, naming the file and the parameter.
     """
-    error, held = None, None
-    try:
-        with checkpoint:
-            held = _staged(checkpoint, config, level)
-    except ValueError as problem:
-        error = problem
-    raise_together(error)
-    assert held is not None
+    with checkpoint:
+        held = together(lambda: _staged(checkpoint, config, level))
     return held if config.operators.moments == "map" else Staged(master=held.master)
 
 
@@ -123,14 +110,7 @@ def read_parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
     Raises:
         CheckpointError: on every rank, naming the file and the parameter.
     """
-    error, held = None, None
-    try:
-        held = _parked(directory, config, level)
-    except ValueError as problem:
-        error = problem
-    raise_together(error)
-    assert held is not None
-    return held
+    return together(lambda: _parked(directory, config, level))
 
 
 def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:

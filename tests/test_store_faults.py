@@ -138,10 +138,12 @@ def test_find_latest(tmp_path: Path) -> None:
     assert find_latest(tmp_path) == tmp_path / "step-00000002"  # saved last; a parked level cannot be resumed from
     set_latest(tmp_path, "step-00000001")
     assert find_latest(tmp_path) == tmp_path / "step-00000001"
-    (tmp_path / "latest").write_text("step-00000009\n")
     (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
-    assert find_latest(tmp_path) == tmp_path / "step-00000003"
-    (tmp_path / "latest").write_text("../elsewhere")
+    for name in ("step-00000009\n", "../elsewhere", "", "\0"):
+        (tmp_path / "latest").write_text(name)
+        with pytest.raises(CheckpointError, match=r"latest names .*; restore it, or remove .* go on from .*00003"):
+            find_latest(tmp_path)
+    (tmp_path / "latest").unlink()
     assert find_latest(tmp_path) == tmp_path / "step-00000003"
     with pytest.raises(CheckpointError, match="step-00000009 is no checkpoint"):
         set_latest(tmp_path, "step-00000009")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
-from ds_vcycle.checkpoint.retention import find_latest, settled
+from ds_vcycle.checkpoint.retention import checkpoint_names, find_latest, settled
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import Level, ModelShape, resolve_levels
 from ds_vcycle.schema import parameters
@@ -25,22 +25,45 @@ class Recorded:
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """The checkpoint a user means: a checkpoint directory itself, or the latest of a run directory.
+    """The checkpoint a user means.
+
+    Args:
+        path: a checkpoint directory itself; a run directory or its checkpoints/ (the latest); or RUN@STEP, where STEP
+            is a number of steps or a checkpoint's name: ``runs/mine@2000``, ``runs/mine@step-00002000-phase-03``.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: it is none of these; or RUN has no or several such checkpoints, which are named.
     """
     if (settled(path) / MANIFEST).is_file():
         return settled(path)
-    for root in (path / "checkpoints", path):
+    for root in _roots(path):
         latest = find_latest(root) if root.is_dir() else None
         if latest is not None:
             return latest
+    run, at, wanted = str(path).rpartition("@")
+    if at and "/" not in wanted and not path.exists():
+        return _of_run(Path(run), wanted)
     what = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"{path} {what}; give a checkpoint directory (RUN/checkpoints/step-..., or one written by ds-vcycle coalesce) "
-        "or a run directory"
+        f"{path} {what}; give a checkpoint directory (RUN/checkpoints/step-..., or one written by ds-vcycle coalesce), "
+        "a run directory, or RUN@STEP"
     )
+
+
+def _of_run(run: Path, wanted: str) -> Path:
+    """The checkpoint ``wanted`` of a run: a name, or the one of so many steps."""
+    names = sorted({name for root in _roots(run) if root.is_dir() for name in checkpoint_names(root)})
+    prefix = f"step-{int(wanted):08d}" if wanted.isdecimal() else None
+    found = [name for name in names if name == wanted or (prefix and name.partition("-phase")[0] == prefix)]
+    if len(found) != 1:
+        count = f"{len(found)} checkpoints" if found else "no checkpoint"
+        choice = ", ".join(found or names) or "none"
+        raise CheckpointError(f"{run}@{wanted}: {run} has {count} of that step; give one by its name, of: {choice}")
+    return next(settled(root / found[0]) for root in _roots(run) if settled(root / found[0]).is_dir())
+
+
+def _roots(run: Path) -> tuple[Path, Path]:
+    return run / "checkpoints", run
 
 
 def recorded(checkpoint: Checkpoint) -> Recorded:

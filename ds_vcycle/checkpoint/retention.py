@@ -45,16 +45,27 @@ def set_latest(root: Path, name: str) -> None:
 def find_latest(root: Path) -> Path | None:
     """The checkpoint in ``root`` (RUN/checkpoints) to resume from, or None.
 
-    It is the one ``latest`` names; without that, the newest step-... with all of its files. A damaged checkpoint that
-    ``latest`` names is still returned: opening it says what is wrong, rather than silently going back in time.
+    It is the one ``latest`` names; without that file, the newest step-... with all of its files. A damaged checkpoint
+    that ``latest`` names is still returned: opening it says what is wrong, rather than silently going back in time.
+
+    Raises:
+        CheckpointError: ``latest`` names no checkpoint that is there; says which one could be had instead.
     """
     try:
-        name = (root / LATEST).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        name = ""
+        name = (root / LATEST).read_bytes().decode(errors="replace").strip()
+    except OSError:
+        return _newest(root)
     if name and Path(name).name == name and settled(root / name).is_dir():
         return settled(root / name)
-    paths = [settled(root / name) for name in _names(root) if name.startswith(_STEP)]
+    other = _newest(root)
+    raise CheckpointError(
+        f"{root / LATEST} names {name!r}, and there is no such checkpoint; restore it, or remove {root / LATEST} to "
+        + (f"go on from {other}" if other else "begin anew")
+    )
+
+
+def _newest(root: Path) -> Path | None:
+    paths = [settled(root / name) for name in checkpoint_names(root) if name.startswith(_STEP)]
     complete = [(manifest.created, path) for path in paths if (manifest := _complete(path))]
     return max(complete)[1] if complete else None
 
@@ -63,6 +74,12 @@ def settled(directory: Path) -> Path:
     """Where a checkpoint lies: ``directory``, or beside it when a save was killed while replacing it."""
     replaced = _replaced(directory)
     return replaced if replaced.is_dir() and not directory.exists() else directory
+
+
+def checkpoint_names(root: Path) -> set[str]:
+    """Names of the checkpoints in ``root``, one that is being replaced included."""
+    found = {path.parent.name.removeprefix(".replaced-") for path in root.glob(f"*/{MANIFEST}")}
+    return {name for name in found if not name.startswith(".")}
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
@@ -144,7 +161,7 @@ def prune(root: Path, keep_last: int, keep: Set[str] = frozenset()) -> list[str]
     latest = find_latest(root)
     if latest is None:
         return []
-    manifests = {name: _manifest(root / name) for name in _names(root)}
+    manifests = {name: _manifest(root / name) for name in checkpoint_names(root)}
     kept = _kept(manifests, latest.name, keep_last) | keep
     kept |= _referenced(manifests, kept)
     removed = sorted(set(manifests) - kept)
@@ -198,12 +215,6 @@ def _remove(root: Path, name: str) -> None:
 
 def _replaced(directory: Path) -> Path:
     return directory.with_name(f".replaced-{directory.name}")
-
-
-def _names(root: Path) -> set[str]:
-    """Names of the checkpoints in ``root``, one that is being replaced included."""
-    found = {path.parent.name.removeprefix(".replaced-") for path in root.glob(f"*/{MANIFEST}")}
-    return {name for name in found if not name.startswith(".")}
 
 
 def _manifest(directory: Path) -> Manifest | None:

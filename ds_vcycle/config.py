@@ -78,6 +78,7 @@ class ModelConfig(Section):
     tied_embeddings: bool = True
     position: Literal["learned", "rope"] = "learned"
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_placement: Literal["pre", "post"] = Field("pre", description="post: the original BERT, norms after branches")
     norm_eps: float = Field(1e-5, gt=0)
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
@@ -105,6 +106,8 @@ class ModelConfig(Section):
             raise ValueError("position=rope is not supported for bert; set position=learned")
         if self.architecture == "gpt" and self.sentence_order:
             raise ValueError("sentence_order=true is for bert; remove it")
+        if self.architecture == "gpt" and self.norm_placement == "post":
+            raise ValueError("norm_placement=post is for bert; set norm_placement=pre")
         if self.position == "rope" and (self.head_dim or self.hidden // self.heads) % 2:
             raise ValueError("position=rope turns pairs of features and needs an even head_dim; set an even head_dim")
         return self

@@ -26,6 +26,7 @@ class ModelShape:
     tied_embeddings: bool
     position: Literal["learned", "rope"]
     normalization: Literal["layernorm", "rmsnorm"]
+    norm_placement: Literal["pre", "post"]
     activation: Literal["gelu", "swiglu"]
     bias: bool
     qk_norm: bool
@@ -144,7 +145,8 @@ def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, 
         architecture=model.architecture, **sizes, heads=kv_groups * per_group, kv_groups=kv_groups, head_dim=head_dim,
         sequence_length=model.sequence_length, vocab_size=model.vocab_size, padded_vocab=0,
         tied_embeddings=model.tied_embeddings, position=model.position, normalization=model.normalization,
-        activation=model.activation, bias=model.bias, qk_norm=model.qk_norm, sentence_order=model.sentence_order,
+        norm_placement=model.norm_placement, activation=model.activation, bias=model.bias, qk_norm=model.qk_norm,
+        sentence_order=model.sentence_order,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from ds_vcycle.levels import ModelShape
 Axis = Literal["hidden", "head", "ffn", "vocab", "position", "token_type", "label", "head_dim"]
 Role = Literal["produces", "consumes"]
 Initial = Literal["normal", "scaled_normal", "zero", "one"]
+Branch = Literal["attention", "mlp"]
 WIDTH_AXES: tuple[Axis, ...] = ("hidden", "head", "ffn")
 
 
@@ -48,13 +49,18 @@ class Dim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of one level. ``template`` is the name with ``{}`` for the layer number."""
+    """One parameter of one level. ``template`` is the name with ``{}`` for the layer number.
+
+    ``residual_writer``: it ends a branch and adds to the residual stream. ``normed_branch``: it is of the norm that
+    follows the sum with this branch (post-LN layers).
+    """
 
     template: str
     layer: int | None
     dims: tuple[Dim, ...]
     tp_dim: int | None = None
     residual_writer: bool = False
+    normed_branch: Branch | None = None
     initial: Initial = "normal"
 
     @property
@@ -99,7 +105,8 @@ def parameters(shape: ModelShape, embedding: EmbeddingPolicy = "lossless") -> tu
     """All parameters of a level, in Megatron's order of registration; roles follow the embedding policy.
 
     Under ``lossless`` the norm that feeds a tied head consumes (DESIGN section 3); under ``reference`` the
-    embeddings consume and every norm produces.
+    embeddings consume and every norm produces. Post-LN layers take the same roles: the norm after the embeddings and
+    those after the branches produce, and there is no last norm.
     """
     lossless = embedding == "lossless"
     embedding_role: Role = "produces" if lossless else "consumes"
@@ -113,6 +120,8 @@ def parameters(shape: ModelShape, embedding: EmbeddingPolicy = "lossless") -> tu
     if shape.architecture == "bert":
         token_type = Dim(axis="token_type", role="produces", length=2)
         table.append(_plain("embedding.tokentype_embeddings.weight", token_type, hidden))
+    if shape.norm_placement == "post":
+        table += _norm(shape, "embedding.layernorm", "produces")
     block = "encoder" if shape.architecture == "bert" else "decoder"
     for layer in range(shape.layers):
         table += _layer(shape, f"{block}.layers.{{}}.", layer)
@@ -121,7 +130,8 @@ def parameters(shape: ModelShape, embedding: EmbeddingPolicy = "lossless") -> tu
         if not shape.tied_embeddings:
             table.append(_plain("output_layer.weight", vocab, _hidden(shape, "consumes"), tp_dim=0))
     else:
-        table += _norm(shape, "encoder.final_layernorm", "produces")
+        if shape.norm_placement == "pre":
+            table += _norm(shape, "encoder.final_layernorm", "produces")
         table += _bert_heads(shape, vocab, head_norm_role)
     return tuple(table)
 
@@ -139,16 +149,21 @@ def _layer(shape: ModelShape, prefix: str, layer: int) -> list[Parameter]:
     fc2 = Dim(axis="ffn", role="consumes", length=shape.ffn)
     into, out = _hidden(shape, "consumes"), _hidden(shape, "produces")
     attention, mlp = prefix + "self_attention.", prefix + "mlp."
-    table = _norm(shape, prefix + "input_layernorm", "produces", layer)
+    pre = shape.norm_placement == "pre"
+    table = _norm(shape, prefix + "input_layernorm", "produces", layer) if pre else []
     table += _linear(shape, attention + "linear_proj", (out, attended), layer, tp_dim=1, writer=True)
     table += _linear(shape, attention + "linear_qkv", (qkv, into), layer, tp_dim=0)
     if shape.qk_norm:
         inner = Dim(axis="head_dim", role="produces", length=group)
         table += _norm(shape, attention + "q_layernorm", "produces", layer, inner)
         table += _norm(shape, attention + "k_layernorm", "produces", layer, inner)
-    table += _norm(shape, prefix + "pre_mlp_layernorm", "produces", layer)
+    if pre:
+        table += _norm(shape, prefix + "pre_mlp_layernorm", "produces", layer)
     table += _linear(shape, mlp + "linear_fc1", (fc1, into), layer, tp_dim=0)
     table += _linear(shape, mlp + "linear_fc2", (out, fc2), layer, tp_dim=1, writer=True)
+    if not pre:
+        table += _norm(shape, prefix + "post_attention_layernorm", "produces", layer, branch="attention")
+        table += _norm(shape, prefix + "post_mlp_layernorm", "produces", layer, branch="mlp")
     return table
 
 
@@ -175,19 +190,26 @@ def _plain(name: str, *dims: Dim, tp_dim: int | None = None, initial: Initial = 
 
 
 def _norm(
-    shape: ModelShape, name: str, role: Role, layer: int | None = None, dim: Dim | None = None
+    shape: ModelShape,
+    name: str,
+    role: Role,
+    layer: int | None = None,
+    dim: Dim | None = None,
+    branch: Branch | None = None,
 ) -> list[Parameter]:
     dims = (dim or _hidden(shape, role),)
-    table = [Parameter(template=f"{name}.weight", layer=layer, dims=dims, initial="one")]
-    if shape.normalization == "layernorm":
-        table.append(Parameter(template=f"{name}.bias", layer=layer, dims=dims, initial="zero"))
-    return table
+    kinds: list[tuple[str, Initial]] = [("weight", "one"), ("bias", "zero")]
+    return [
+        Parameter(template=f"{name}.{kind}", layer=layer, dims=dims, normed_branch=branch, initial=initial)
+        for kind, initial in (kinds if shape.normalization == "layernorm" else kinds[:1])
+    ]
 
 
 def _linear(
     shape: ModelShape, name: str, dims: tuple[Dim, Dim], layer: int, *, tp_dim: int, writer: bool = False
 ) -> list[Parameter]:
-    initial: Initial = "scaled_normal" if writer else "normal"
+    scaled = writer and shape.norm_placement == "pre"  # the norms of a post-LN model bound its residual stream
+    initial: Initial = "scaled_normal" if scaled else "normal"
     weight = Parameter(
         template=f"{name}.weight", layer=layer, dims=dims, tp_dim=tp_dim, residual_writer=writer, initial=initial
     )

@@ -32,6 +32,8 @@ CASES: list[dict[str, Any]] = [
     {"architecture": "bert", "tied_embeddings": False, "sentence_order": True},
     {"architecture": "bert", "normalization": "rmsnorm", "activation": "swiglu", "kv_groups": 2},
     {"architecture": "bert", "bias": False, "qk_norm": True, "tied_embeddings": False},
+    {"architecture": "bert", "norm_placement": "post", "sentence_order": True},
+    {"architecture": "bert", "norm_placement": "post", "normalization": "rmsnorm", "qk_norm": True, "kv_groups": 2},
 ]
 
 Row = tuple[str, tuple[int, ...], int | None, int]

@@ -21,7 +21,7 @@ from tests.sharded import cut, run_threads
 GPT = ModelShape(
     architecture="gpt", layers=4, hidden=24, heads=8, kv_groups=4, head_dim=4, ffn=24, sequence_length=7,
     vocab_size=101, padded_vocab=128, tied_embeddings=True, position="learned", normalization="layernorm",
-    activation="swiglu", bias=True, qk_norm=True, sentence_order=False,
+    norm_placement="pre", activation="swiglu", bias=True, qk_norm=True, sentence_order=False,
 )  # fmt: skip
 BERT = replace(GPT, architecture="bert", kv_groups=8, activation="gelu", qk_norm=False, sentence_order=True)
 UNEQUAL = GroupingsConfig(

@@ -1,9 +1,10 @@
-"""A level of a (pre-LN) BERT: Megatron's BertModel with its head at the masked positions only."""
+"""A level of a BERT, pre-LN or post-LN: Megatron's BertModel with its head at the masked positions only."""
 
 from __future__ import annotations
 
 import torch
 from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
@@ -28,6 +29,11 @@ class Bert(BertModel):
             share_embeddings_and_output_weights=shape.tied_embeddings,
             add_binary_head=shape.sentence_order,
         )
+        self.norms_embedding = shape.norm_placement == "post"
+        if self.norms_embedding:
+            # The original's order is sum, norm, dropout. Megatron's embedding ends with its dropout, which moves out.
+            self.embedding.layernorm = WrappedTorchNorm(config, shape.hidden, eps=config.layernorm_epsilon)
+            self.dropout, self.embedding.embedding_dropout = self.embedding.embedding_dropout, torch.nn.Identity()
         self.vocab_shard = VocabShard.of(shape, mesh)
 
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:
@@ -72,6 +78,8 @@ class Bert(BertModel):
         """Hidden states after the last norm: [s, b, hidden]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         embedded = self.embedding(input_ids=tokens, position_ids=positions, tokentype_ids=token_types)
+        if self.norms_embedding:
+            embedded = self.dropout(self.embedding.layernorm(embedded))
         hidden: torch.Tensor = self.encoder(
             hidden_states=embedded, attention_mask=~padding_mask.bool()[:, None, None, :]
         )

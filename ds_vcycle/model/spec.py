@@ -1,4 +1,4 @@
-"""The layer specification: Megatron's pre-LN transformer layer, of plain torch or of Transformer Engine modules.
+"""The layer specification: Megatron's layer, pre-LN or post-LN, of plain torch or of Transformer Engine modules.
 
 Both put every norm in a module of its own (Transformer Engine's fused norm-and-linear would name the parameters
 otherwise), so that :mod:`ds_vcycle.schema` describes both.
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from ds_vcycle.config import ConfigError, ModelConfig
 from ds_vcycle.levels import ModelShape
 from ds_vcycle.model.attention import CoreAttention
+from ds_vcycle.model.post_norm import PostNormLayer
 from ds_vcycle.parallel import Mesh
 
 
@@ -43,14 +44,16 @@ def uses_transformer_engine(model: ModelConfig, mesh: Mesh) -> bool:
 
 
 def block_spec(shape: ModelShape, *, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """The layers of one level and the norm after them."""
+    """The layers of one level and the norm after them, which post-LN layers go without."""
     column, row, norm, core = _transformer_engine() if transformer_engine else _local()
     mask = AttnMaskType.causal if shape.architecture == "gpt" else AttnMaskType.padding
     head_norm = norm if shape.qk_norm else IdentityOp
+    pre = shape.norm_placement == "pre"
     layer = ModuleSpec(
-        module=TransformerLayer,
+        module=TransformerLayer if pre else PostNormLayer,
+        params={} if pre else {"norm": norm},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=norm if pre else IdentityOp,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": mask},
@@ -63,12 +66,12 @@ def block_spec(shape: ModelShape, *, transformer_engine: bool) -> TransformerBlo
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=norm if pre else IdentityOp,
             mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * shape.layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * shape.layers, layer_norm=norm if pre else None)
 
 
 def _local() -> tuple[Any, ...]:

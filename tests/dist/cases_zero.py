@@ -28,8 +28,8 @@ from tests.model_level import batch_for
 
 ODD = ModelShape(
     architecture="bert", layers=2, hidden=6, heads=2, kv_groups=2, head_dim=3, ffn=10, sequence_length=5, vocab_size=13,
-    padded_vocab=14, tied_embeddings=True, position="learned", normalization="layernorm", activation="gelu", bias=True,
-    qk_norm=False, sentence_order=True,
+    padded_vocab=14, tied_embeddings=True, position="learned", normalization="layernorm", norm_placement="pre",
+    activation="gelu", bias=True, qk_norm=False, sentence_order=True,
 )  # fmt: skip
 TABLE = parameters(ODD)
 WIDE_FFN = 60_000  # with it an engine holds about 20 MB, so that one that stays alive shows in the resident memory

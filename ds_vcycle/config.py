@@ -80,7 +80,9 @@ class ModelConfig(Section):
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_placement: Literal["pre", "post"] = Field("pre", description="post: the original BERT, norms after branches")
     norm_eps: float = Field(1e-5, gt=0)
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = Field(
+        "gelu", description="gelu_tanh: GPT-2's, by the tanh approximation"
+    )
     bias: bool = True
     qk_norm: bool = False
     dropout: float = Field(0.1, ge=0, lt=1)

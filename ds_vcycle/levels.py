@@ -27,7 +27,7 @@ class ModelShape:
     position: Literal["learned", "rope"]
     normalization: Literal["layernorm", "rmsnorm"]
     norm_placement: Literal["pre", "post"]
-    activation: Literal["gelu", "swiglu"]
+    activation: Literal["gelu", "gelu_tanh", "swiglu"]
     bias: bool
     qk_norm: bool
     sentence_order: bool

@@ -112,6 +112,7 @@ def refused() -> list[str]:
         {"megatron": {"recompute_method": "nonsense"}, "recompute": "full"},
         {"sequence_parallel": True},
         {"transformer_engine": "always"},
+        {"megatron": {"bias_activation_fusion": True}},
     ]
     messages = []
     for options in cases:
@@ -138,10 +139,36 @@ def test_megatron_options_that_cannot_be_had_are_named() -> None:
         ("model.megatron.recompute_method='nonsense'", "refuses"),
         ("model.sequence_parallel=true", "CPU"),
         ("model.transformer_engine=always", "not installed"),
+        ("model.megatron.bias_activation_fusion=true", "set model.activation=gelu_tanh"),
         ("0.5", ""),
     ]
     for message, parts in zip(messages, expected, strict=True):
         assert all(part in message for part in parts), message
+
+
+def activations() -> dict[str, list[torch.Tensor]]:
+    """Outputs of the first layer's MLP, and of BERT's head, by activation."""
+    parallel.init_distributed("cpu")
+    mesh = parallel.mesh_for(1)
+    found: dict[str, list[torch.Tensor]] = {}
+    x = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(3)) * 20
+    for key, options in {
+        "gelu": {"activation": "gelu"},
+        "gelu_tanh": {"activation": "gelu_tanh"},
+        "fused": {"activation": "gelu_tanh", "megatron": {"bias_activation_fusion": True}},
+    }.items():
+        level, model = tiny(1, architecture="bert", **options)
+        module: Any = build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+        with torch.no_grad():
+            found[key] = [module.encoder.layers[0].mlp(x)[0], module.lm_head(x)]
+    return found
+
+
+def test_the_tanh_approximation_is_told_from_the_exact_gelu() -> None:
+    (found,) = values(1, "tests.test_model_behaviour:activations")
+    for exact, tanh, fused in zip(found["gelu"], found["gelu_tanh"], found["fused"], strict=True):
+        assert (exact - tanh).abs().max() > 1e-5
+        torch.testing.assert_close(tanh, fused, rtol=1e-5, atol=1e-6)
 
 
 def test_initial_weights_are_drawn_over_the_real_shape() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ds_vcycle.levels import ModelShape
 from ds_vcycle.model.loss import VocabShard, weighted_cross_entropy
+from ds_vcycle.model.options import ACTIVATIONS
 from ds_vcycle.parallel import Mesh
 
 
@@ -34,6 +35,7 @@ class Bert(BertModel):
             # The original's order is sum, norm, dropout. Megatron's embedding ends with its dropout, which moves out.
             self.embedding.layernorm = WrappedTorchNorm(config, shape.hidden, eps=config.layernorm_epsilon)
             self.dropout, self.embedding.embedding_dropout = self.embedding.embedding_dropout, torch.nn.Identity()
+        self.lm_head.gelu = ACTIVATIONS["gelu_tanh" if shape.activation == "gelu_tanh" else "gelu"]
         self.vocab_shard = VocabShard.of(shape, mesh)
 
     def _sanity_check_attention_and_get_attn_mask_dimension(self) -> str:

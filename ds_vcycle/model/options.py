@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,11 @@ from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "swiglu": functional.silu,
+}
 
 _OUR_KEYS = {
     "num_layers": "model.layers",
@@ -90,6 +97,7 @@ def transformer_config(
             sequence parallelism is asked for where it cannot run.
     """
     _check_sequence_parallel(model, mesh, transformer_engine)
+    _check_fused_activation(model)
     extra = _checked_extra(model.megatron, transformer_engine)
     try:
         return TransformerConfig(**_from_ours(level, model, precision, mesh, transformer_engine) | extra)
@@ -117,7 +125,7 @@ def _from_ours(
         "attention_dropout": model.attention_dropout,
         "layernorm_epsilon": model.norm_eps,
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[shape.normalization],
-        "activation_func": functional.silu if shape.activation == "swiglu" else functional.gelu,
+        "activation_func": _activation(model),
         "gated_linear_unit": shape.activation == "swiglu",
         "add_bias_linear": shape.bias,
         "qk_layernorm": shape.qk_norm,
@@ -144,6 +152,20 @@ def _check_sequence_parallel(model: ModelConfig, mesh: Mesh, transformer_engine:
         reason = "bert's head reads masked positions from the whole sequence"
     if reason:
         raise ConfigError(f"model.sequence_parallel=true: {reason}; set model.sequence_parallel=false")
+
+
+def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Megatron's fused kernel goes by the name of the exact gelu, and computes the tanh approximation."""
+    fused = model.activation == "gelu_tanh" and model.megatron.get("bias_activation_fusion")
+    return functional.gelu if fused else ACTIVATIONS[model.activation]
+
+
+def _check_fused_activation(model: ModelConfig) -> None:
+    if model.activation == "gelu" and model.megatron.get("bias_activation_fusion"):
+        raise ConfigError(
+            "model.megatron.bias_activation_fusion=true: Megatron's fused kernel computes gelu's tanh approximation, "
+            "which is not model.activation=gelu; set model.activation=gelu_tanh, or remove bias_activation_fusion"
+        )
 
 
 def _checked_extra(extra: dict[str, Any], transformer_engine: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ UNEQUAL = GroupingsConfig(
 
 def level(shape: ModelShape, tp: int = 1, groupings: GroupingsConfig | None = None) -> Level:
     return Level(
-        index=1, shape=shape, tensor_parallel=tp, zero_stage=0, micro_batch=1, lr=None, steps=None,
+        index=1, shape=shape, tensor_parallel=tp, zero_stage=0, micro_batch=1, precision="fp32", lr=None, steps=None,
         groupings=groupings or GroupingsConfig(),
     )  # fmt: skip
 
@@ -92,8 +92,8 @@ def test_bits_do_not_depend_on_the_layout(shape, groupings, layouts, quantity):
     geometry = Geometry(plan=plan, fine=fine_layout, coarse=coarse_layout)
 
     def work(rank, exchange):
-        result = coalesce_fragments(geometry, fine_held[rank], quantity, exchange, bucket=1000)
-        refine_fragments(geometry, coarse_held[rank], fine_held[rank], quantity, exchange, beta=beta, bucket=1000)
+        result = coalesce_fragments(geometry, fine_held[rank], quantity, exchange, bucket=300)
+        refine_fragments(geometry, coarse_held[rank], fine_held[rank], quantity, exchange, beta=beta, bucket=300)
         return result
 
     coalesced = run_threads(fine_layout.world_size, work)
@@ -128,3 +128,22 @@ def test_rectangles_cover_a_flat_range_once():
             for c in range(left, right)
         ]
         assert seen == list(range(start, start + length))
+
+
+def test_parameters_are_handled_in_buckets_and_larger_ones_in_runs_of_rows() -> None:
+    alone = Layout(world_size=1)
+    geometry = Geometry(plan=plan_transition(level(GPT), level(halved(GPT))), fine=alone, coarse=alone)
+    buckets = list(geometry.buckets(300))
+    sizes = [sum(block.numel for item in items for block in item.blocks(0)) for items in buckets]
+    assert max(sizes) <= 300
+    assert sum(sizes) == sum(
+        p.numel - p.dims[1].size * p.dims[0].pad for p in parameters(halved(GPT)) if len(p.dims) > 1
+    ) + sum(p.numel for p in parameters(halved(GPT)) if len(p.dims) == 1)
+    embedding = [items for items in buckets if items[0].item.coarse.template == "embedding.word_embeddings.weight"]
+    assert [len(items[0].blocks(0)[0].rows) for items in embedding] == [25, 25, 25, 25, 1]
+    unordered = GroupingsConfig(hidden="stack")
+    geometry = Geometry(
+        plan=plan_transition(level(GPT), level(halved(GPT), groupings=unordered)), fine=alone, coarse=alone
+    )
+    whole = [items for items in geometry.buckets(100) if "linear_proj.weight" in items[0].item.coarse.template]
+    assert [items[0].blocks(0)[0].numel for items in whole] == [12 * 16] * 2

@@ -12,14 +12,18 @@ the receiver itself belongs to, so nothing crosses that needs not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
-from ds_vcycle.operators.plan import Child, Index, ParameterMap, TransitionPlan
+from ds_vcycle.operators.plan import Child, DimMap, Index, ParameterMap, TransitionPlan
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, Placement, rank_placements
+
+Window = tuple[int, int]
+"""Coarse rows from the first up to the last."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -93,18 +97,25 @@ class Geometry:
         """What a rank holds of the coarse level, by parameter name."""
         return self._placements["coarse", rank]
 
-    def parameter(self, item: ParameterMap) -> ParameterGeometry:
-        """The exchange of one coarse parameter and its children."""
-        return ParameterGeometry(self, item)
+    def parameter(self, item: ParameterMap, window: Window | None = None) -> ParameterGeometry:
+        """The exchange of one coarse parameter and its children, or of the coarse rows in a window only."""
+        return ParameterGeometry(self, item, window)
 
     def buckets(self, elements: int) -> Iterator[Sequence[ParameterGeometry]]:
-        """The parameters in runs of at most ``elements`` coarse elements (a larger parameter is a run of its own)."""
+        """The parameters in runs of at most ``elements`` coarse elements.
+
+        A larger parameter is cut by rows, where fine rows do not cross the cut; else it is a run of its own.
+        """
         run: list[ParameterMap] = []
         filled = 0
         for item in self.plan.maps:
-            if run and filled + item.coarse.numel > elements:
+            windows = _windows(item, elements)
+            if run and (filled + item.coarse.numel > elements or len(windows) > 1):
                 yield [self.parameter(member) for member in run]
                 run, filled = [], 0
+            if len(windows) > 1:
+                yield from ([self.parameter(item, window)] for window in windows)
+                continue
             run.append(item)
             filled += item.coarse.numel
         if run:
@@ -114,9 +125,10 @@ class Geometry:
 class ParameterGeometry:
     """The exchange of one coarse parameter and its children; keeps what it worked out, so it is used and let go."""
 
-    def __init__(self, geometry: Geometry, item: ParameterMap) -> None:
+    def __init__(self, geometry: Geometry, item: ParameterMap, window: Window | None = None) -> None:
         self.item = item
         self._geometry = geometry
+        self._window = window
         self._blocks: dict[int, list[Block]] = {}
         self._touches: dict[int, list[Touch]] = {}
 
@@ -125,7 +137,8 @@ class ParameterGeometry:
         if rank not in self._blocks:
             placement = self._geometry.coarse_placements(rank).get(self.item.coarse.name)
             layout = self._geometry.coarse
-            self._blocks[rank] = blocks(self.item.coarse, placement, layout.tp, layout.coordinates(rank)[1])
+            found = blocks(self.item.coarse, placement, layout.tp, layout.coordinates(rank)[1])
+            self._blocks[rank] = [cut for block in found if (cut := _cut(block, block.rows, self._window))]
         return self._blocks[rank]
 
     def touches(self, rank: int) -> list[Touch]:
@@ -160,28 +173,38 @@ class ParameterGeometry:
         placements = self._geometry.fine_placements(rank)
         for child in self.item.children:
             placement = placements.get(child.parameter.name)
-            for block in blocks(child.parameter, placement, layout.tp, layout.coordinates(rank)[1]):
-                rows = _distinct(dims[0].parent[block.rows])
-                cols = _distinct(dims[1].parent[block.cols]) if len(dims) > 1 else block.cols
-                touch = found.setdefault((rows.tobytes(), cols.tobytes()), Touch(rows=rows, cols=cols, members=[]))
-                touch.members.append((child, block))
+            for whole in blocks(child.parameter, placement, layout.tp, layout.coordinates(rank)[1]):
+                block = _cut(whole, dims[0].parent[whole.rows], self._window)
+                if block is not None:
+                    rows, cols, key = _touched(dims, block)
+                    touch = found.setdefault(key, Touch(rows=rows, cols=cols, members=[]))
+                    touch.members.append((child, block))
         return list(found.values())
 
 
-def blocks(parameter: Parameter, placement: Placement | None, tp: int, tp_rank: int) -> list[Block]:
-    """The at most three rectangles of a flat range of a local slice, pad rows left out."""
+def blocks(parameter: Parameter, placement: Placement | None, tp: int, tp_rank: int) -> tuple[Block, ...]:
+    """The at most three rectangles of a flat range of a local slice, pad rows left out.
+
+    Parameters that lie alike, layer after layer, have the same ones: the same objects.
+    """
     if placement is None or placement.length == 0:
-        return []
+        return ()
+    alike = replace(parameter, template="", layer=None)
+    return _blocks(alike, placement.start, placement.length, tp, tp_rank)
+
+
+@lru_cache(maxsize=4096)
+def _blocks(parameter: Parameter, start: int, length: int, tp: int, tp_rank: int) -> tuple[Block, ...]:
     local = parameter.local_shape(tp)
     width = local[1] if len(local) > 1 else 1
     rows, cols = _global_indices(parameter, tp, tp_rank)
     found = []
-    for first, last, left, right in rectangles(placement.start, placement.length, width):
+    for first, last, left, right in rectangles(start, length, width):
         last = min(last, len(rows))
         if first < last:
-            offset = first * width + left - placement.start
+            offset = first * width + left - start
             found.append(Block(offset=offset, rows=rows[first:last], cols=cols[left:right]))
-    return found
+    return tuple(found)
 
 
 def rectangles(start: int, length: int, width: int) -> Iterator[tuple[int, int, int, int]]:
@@ -215,6 +238,48 @@ def _global_indices(parameter: Parameter, tp: int, tp_rank: int) -> tuple[Index,
     if len(parameter.dims) == 1:
         return rows, np.zeros(1, dtype=np.int64)
     return rows, np.concatenate([np.arange(*run) for run in parameter.global_ranges(1, tp, tp_rank)])
+
+
+def _windows(item: ParameterMap, elements: int) -> Sequence[Window | None]:
+    """The coarse rows of a parameter in runs of at most ``elements`` elements, as far as it may be cut."""
+    width = item.coarse.dims[1].size if len(item.dims) > 1 else 1
+    step = max(1, elements // width)
+    if len(item.dims[0].sizes) <= step:
+        return [None]
+    edges = [0]
+    for edge, following in pairwise(_edges(item.dims[0])):
+        if following - edges[-1] > step:
+            edges.append(edge)
+    edges.append(len(item.dims[0].sizes))
+    return list(pairwise(dict.fromkeys(edges)))
+
+
+@lru_cache(maxsize=256)
+def _edges(dim: DimMap) -> list[int]:
+    """The coarse rows, and the end, before which no fine row lies on a later one: there a parameter may be cut."""
+    below = np.concatenate(([-1], np.maximum.accumulate(dim.parent)))
+    above = np.concatenate((np.minimum.accumulate(dim.parent[::-1])[::-1], [len(dim.sizes)]))
+    return [int(edge) for edge in above[below < above]]
+
+
+def _cut(block: Block, parents: Index, window: Window | None) -> Block | None:
+    """The rows of a block whose coarse rows lie in the window; None if there are none."""
+    if window is None:
+        return block
+    inside = np.flatnonzero((parents >= window[0]) & (parents < window[1]))
+    if len(inside) == 0:
+        return None
+    first, last = int(inside[0]), int(inside[-1]) + 1
+    assert last - first == len(inside), "a window is cut where the rows of its fine elements are"
+    return Block(offset=block.offset + first * len(block.cols), rows=block.rows[first:last], cols=block.cols)
+
+
+@lru_cache(maxsize=4096)
+def _touched(dims: tuple[DimMap, ...], block: Block) -> tuple[Index, Index, tuple[bytes, bytes]]:
+    """The coarse rows and columns that a block maps onto, and both as a key."""
+    rows = _distinct(dims[0].parent[block.rows])
+    cols = _distinct(dims[1].parent[block.cols]) if len(dims) > 1 else block.cols
+    return rows, cols, (rows.tobytes(), cols.tobytes())
 
 
 def _distinct(parents: Index) -> Index:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
 import numpy as np
 import torch
 from ds_vcycle_kernels import CoalesceJob, Implementation, Member, Positions, RefineJob, coalesce, positions, refine
+from ds_vcycle_kernels.chunks import Scratch
 from torch import Tensor
 
 from ds_vcycle.faults import fault_point
@@ -27,7 +29,7 @@ from ds_vcycle.operators.apply import (
     outer,
     up_divisors,
 )
-from ds_vcycle.operators.plan import Child, Index, ParameterMap
+from ds_vcycle.operators.plan import Child, DimMap, Index, ParameterMap
 from ds_vcycle.sharding.exchange import Exchange, Pieces
 from ds_vcycle.sharding.geometry import Block, Geometry, ParameterGeometry, Piece, Touch
 from ds_vcycle.sharding.rectangles import Rectangle, add, part, put, view
@@ -62,11 +64,12 @@ def coalesce_fragments(
     rank, ranks = exchange.mesh.rank, range(exchange.mesh.world_size)
     held, device = geometry.coarse_placements(rank), exchange.mesh.device
     coarse = {name: torch.zeros(placement.length, device=device) for name, placement in held.items()}
+    memory = Scratch(torch.float64, next((value.device for value in fine.values()), device))
     for items in geometry.buckets(bucket):
         leaving = [_passing(items, fine_rank=rank, coarse_rank=peer, down=True) for peer in ranks]
         arriving = [_passing(items, fine_rank=peer, coarse_rank=rank, down=True) for peer in ranks]
         wanted = {(index, piece.touch) for pieces in leaving for index, piece in pieces}
-        sums = _partial_sums(items, sorted(wanted), fine, quantity, rank, kernels)
+        sums = _partial_sums(items, sorted(wanted), fine, quantity, rank, kernels, memory)
         outgoing = [
             [
                 part(sums[index, piece.touch], items[index].touches(rank)[piece.touch], piece.rows, piece.cols)
@@ -135,19 +138,24 @@ def _partial_sums(
     quantity: Quantity,
     rank: int,
     kernels: Implementation,
+    memory: Scratch,
 ) -> dict[tuple[int, int], Tensor]:
-    """The float64 sums of this rank's fine elements, by (parameter of the bucket, touch), [rows, cols] each."""
+    """The float64 sums of this rank's fine elements, by (parameter of the bucket, touch), [rows, cols] each.
+
+    They lie in ``memory``, which the next bucket overwrites.
+    """
+    touches = [items[index].touches(rank)[number] for index, number in wanted]
+    sizes = [prod(touch.shape) for touch in touches]
+    room = torch.split(memory.matrix("sums", 1, sum(sizes)).view(-1), sizes)
     jobs = {}
-    for index, number in wanted:
-        item, touch = items[index].item, items[index].touches(rank)[number]
-        device = fine[touch.members[0][0].parameter.name].device
+    for (index, number), touch, total in zip(wanted, touches, room, strict=True):
+        item = items[index].item
         members = []
         for child, block in touch.members:
             if contributes(child, quantity):
-                rows, cols = _positions(item, touch, block)
+                rows, cols = _positions(item.dims, block)
                 members.append(Member(x=view(fine[child.parameter.name], block), rows=rows, cols=cols))
-        total = torch.empty(touch.shape, dtype=torch.float64, device=device)
-        jobs[index, number] = CoalesceJob(members=members, total=total, root=quantity == "exp_avg_sq")
+        jobs[index, number] = CoalesceJob(members=members, total=total.view(touch.shape), root=quantity == "exp_avg_sq")
     coalesce(list(jobs.values()), implementation=kernels)
     return {at: job.total for at, job in jobs.items()}
 
@@ -201,7 +209,7 @@ def _refine_job(
 ) -> RefineJob:
     """A fine block that reads the coarse rectangle it touches."""
     divisors, scalar = up_divisors(item, child, quantity)
-    rows, cols = _positions(item, touch, block)
+    rows, cols = _positions(item.dims, block)
     if scalar == 0:
         return RefineJob(x=x, z=None, rows=rows, cols=cols)
     divisor = _divisor(divisors, scalar, touch)
@@ -254,13 +262,16 @@ def _divisor(divisors: Sequence[Index], scalar: int, rectangle: Rectangle) -> fl
     return outer(divisors, scalar, rows=rectangle.rows, cols=rectangle.cols)
 
 
-def _positions(item: ParameterMap, touch: Touch, block: Block) -> tuple[Positions, Positions]:
-    """Positions within the touch of each fine row and column of a block."""
-    rows = np.searchsorted(touch.rows, item.dims[0].parent[block.rows])
-    if len(item.dims) == 1:
-        return positions(torch.from_numpy(rows)), Positions(count=1)
-    cols = np.searchsorted(touch.cols, item.dims[1].parent[block.cols])
-    return positions(torch.from_numpy(rows)), positions(torch.from_numpy(cols))
+@lru_cache(maxsize=4096)  # layer after layer lies alike
+def _positions(dims: tuple[DimMap, ...], block: Block) -> tuple[Positions, Positions]:
+    """Positions of each fine row and column of a block within the coarse rectangle that it touches."""
+    rows = _ranked(dims[0].parent[block.rows])
+    cols = _ranked(dims[1].parent[block.cols]) if len(dims) > 1 else Positions(count=1)
+    return rows, cols
+
+
+def _ranked(parents: Index) -> Positions:
+    return positions(torch.from_numpy(np.unique(parents, return_inverse=True)[1]))
 
 
 def _counts(arriving: Sequence[Passing]) -> list[list[int]]:

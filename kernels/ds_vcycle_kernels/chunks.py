@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_vcycle_kernels.positions import Positions
 
-ELEMENTS_PER_THREAD = 1 << 18
+ELEMENTS_PER_THREAD = 1 << 17
 """Expanded elements of a chunk of coarse rows, per thread: few enough for the cache, enough to outweigh the calls."""
 
 

@@ -33,6 +33,14 @@ MODELS = {
     "bert": {"architecture": "bert"},
     "bert_order": {"architecture": "bert", "sentence_order": True},
     "bert_untied": {"architecture": "bert", "tied_embeddings": False, "sentence_order": True},
+    "bert_post": {"architecture": "bert", "norm_placement": "post", "norm_eps": 1e-12, "sentence_order": True},
+    "bert_post_untied": {
+        "architecture": "bert",
+        "norm_placement": "post",
+        "norm_eps": 1e-12,
+        "normalization": "rmsnorm",
+        "tied_embeddings": False,
+    },
 }
 SIZES = {"layers": 12, "hidden": 24, "heads": 12, "head_dim": 4, "ffn": 36, "sequence_length": 8, "vocab_size": 61}
 

@@ -17,6 +17,7 @@ import numpy as np
 LOSSLESS_RULES = (
     (r"embedding\.(word|position|tokentype)_embeddings\.weight", (".", "+hidden")),
     (r"(input_layernorm|pre_mlp_layernorm)\.(weight|bias)", ("+hidden",)),
+    (r"(embedding\.layernorm|post_attention_layernorm|post_mlp_layernorm)\.(weight|bias)", ("+hidden",)),
     (r"encoder\.final_layernorm\.(weight|bias)", ("+hidden",)),
     (r"self_attention\.(q|k)_layernorm\.(weight|bias)", (".",)),
     (r"linear_qkv\.weight", ("+qkv", "-hidden")),
@@ -34,6 +35,7 @@ LOSSLESS_RULES = (
     (r"(binary_head|output_layer)\.bias", (".",)),
 )
 WRITERS = r"(linear_proj|linear_fc2)\.(weight|bias)"
+POST_NORMS = r"post_(attention|mlp)_layernorm\.(weight|bias)"
 
 
 def groups(kind, fine, coarse, *, runs=1):
@@ -98,17 +100,19 @@ class Oracle:
         """R [coarse layers, fine layers] or G [fine layers, coarse layers] for one kind of parameter."""
         copy = incidence(self.layers)
         m = copy.sum(axis=0)
-        first = np.zeros_like(copy)
+        one = np.zeros_like(copy)  # a single layer of each group: its first, for the norm that ends a layer its last
         for coarse, members in enumerate(self.layers):
-            first[min(members), coarse] = 1
+            one[max(members) if "post_mlp_layernorm" in name else min(members), coarse] = 1
+        if self.depth == "first" and re.search(POST_NORMS, name):
+            return one.T if direction == "down" else copy if quantity == "exp_avg_sq" else one
         writer = bool(re.search(WRITERS, name)) and self.depth != "copy"
-        up = {"copy": copy, "split": copy / m, "first": first}[self.depth] if writer else copy
+        up = {"copy": copy, "split": copy / m, "first": one}[self.depth] if writer else copy
         if quantity == "master":
             return up if direction == "up" else (copy.T if writer else (copy / m).T)
         if direction == "down":
             return up.T
         if self.depth == "first":
-            return first if quantity == "exp_avg" else copy
+            return one if quantity == "exp_avg" else copy
         k = np.ones_like(m) if writer else m
         return copy / (k if quantity == "exp_avg" else k * k)
 
@@ -130,6 +134,8 @@ class Oracle:
                 continue
             matrix = self.depth_matrix(template, direction=direction, quantity=quantity)
             mapped = np.tensordot(matrix, np.stack([stack[i] for i in range(len(stack))]), axes=(1, 0))
+            if direction == "up" and quantity == "master" and re.search(POST_NORMS + "$", template):
+                mapped[matrix.sum(axis=1) == 0] = 1 if template.endswith("weight") else 0
             out.update({template.format(i): mapped[i] for i in range(len(mapped))})
         return {name: value**2 for name, value in out.items()} if root else out
 

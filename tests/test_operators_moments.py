@@ -24,6 +24,8 @@ WIDTH_CASES = [
     ("llama_tied", divided("llama", 3, depth=False, sizes=SMALL), None),
     ("bert_order", divided("bert", 2, depth=False, sizes=SMALL), dict.fromkeys(("hidden", "head", "ffn"), "stack")),
     ("bert_untied", divided("bert", 3, depth=False, sizes=SMALL), None),
+    ("bert_post_untied", divided("bert", 3, depth=False, sizes=SMALL), None),
+    ("bert_post", divided("bert", 2, depth=False, sizes=SMALL), dict.fromkeys(("hidden", "head", "ffn"), "stack")),
 ]
 
 
@@ -56,6 +58,14 @@ def test_in_width_mapped_moments_are_the_other_level_s_own_both_ways(model, coar
     assert_close(coalesce(plan, v_large, "exp_avg_sq"), v_small)
 
 
+@pytest.mark.parametrize("model", ["bert_post", "bert_post_untied"])
+def test_the_reference_policy_keeps_a_post_ln_model_s_moments_too(model):
+    plan = plan_for(model, coarse=divided(model, 2, depth=False, sizes=SMALL), sizes=SMALL, embedding="reference")
+    (m_small, v_small), (m_large, v_large) = moments_of_both(plan, model)
+    assert_close(decoalesce(plan, m_small, "exp_avg"), m_large)
+    assert_close(coalesce(plan, v_large, "exp_avg_sq"), v_small)
+
+
 def is_writer(name):
     return "linear_proj" in name or "linear_fc2" in name
 
@@ -75,6 +85,31 @@ def test_under_first_the_group_s_first_layer_keeps_its_moments_and_later_ones_st
         assert is_writer(name) or not m_large[name].any(), name
         first = {"2": "1", "3": "0", "4": "1", "5": "1"}[name.split(".")[2]]
         assert torch.equal(v[name], v[name.replace(name.split(".")[2], first, 1)]), name
+
+
+def test_under_first_a_post_ln_layer_that_reads_a_parameter_takes_its_moments():
+    """The group's first layer reads all but the norm that ends a layer, which its last one reads."""
+    coarse = divided("bert_post", 1, sizes=DEEP) | {"layers": 2}
+    plan = plan_for("bert_post", coarse=coarse, groupings={"layer": [[0, 1], [2, 3, 4, 5]]}, sizes=DEEP)
+    (m_small, v_small), (m_large, v_large) = moments_of_both(plan, "bert_post")
+    m, v = decoalesce(plan, m_small, "exp_avg"), decoalesce(plan, v_small, "exp_avg_sq")
+    readers = {name: reader_of(name) for name in m}
+    assert_close(m, m_large, names=[name for name, reader in readers.items() if name == reader])
+    assert_close(v, v_large, names=[name for name, reader in readers.items() if name == reader])
+    for name, reader in readers.items():
+        assert torch.equal(v[name], v[reader])
+        assert name == reader or (not m[name].any() and m[reader].any()), name
+    down = coalesce(plan, m_large, "exp_avg")
+    for name in (name for name in down if "post_" in name):
+        assert_close(down, m_small, names=[name])
+
+
+def reader_of(name):
+    if "layers." not in name:
+        return name
+    layer = int(name.split(".")[2])
+    first, last = (0, 1) if layer < 2 else (2, 5)
+    return name.replace(f"layers.{layer}.", f"layers.{last if 'post_mlp' in name else first}.")
 
 
 def test_under_first_the_coarse_first_moment_is_the_transpose_of_the_fine_one():

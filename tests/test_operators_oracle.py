@@ -44,6 +44,9 @@ CASES = [
     ("bert", divided("bert", 2), all_axes("stack"), 1, "reference", "copy"),
     ("bert_order", divided("bert", 3), all_axes("stack"), 1, "lossless", "first"),
     ("bert_order", {**UNEQUAL_SIZES, "heads": 4}, UNEQUAL_12, 1, "reference", "first"),
+    ("bert_post", divided("bert", 3), all_axes("stack"), 1, "lossless", "first"),
+    ("bert_post", {**UNEQUAL_SIZES, "heads": 4}, UNEQUAL_12, 1, "reference", "first"),
+    ("bert_post_untied", divided("bert", 2), all_axes("adjacent"), 1, "reference", "copy"),
     ("bert_untied", divided("bert", 2, depth=False), all_axes("local_stack"), 2, "lossless", "split"),
     ("bert_untied", {**UNEQUAL_SIZES, "heads": 4}, UNEQUAL_12, 1, "lossless", "split"),
 ]

@@ -13,7 +13,10 @@ from tests.operator_cases import plan_for, random_weights
 
 HEADS, HEAD, LAYERS, VOCAB = 4, 4, 4, 61
 HIDDEN, FFN = HEADS * HEAD, 4 * HEADS * HEAD
-SIZES = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "head_dim": HEAD, "ffn": FFN, "vocab_size": VOCAB}
+SIZES = {
+    "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "head_dim": HEAD, "ffn": FFN, "vocab_size": VOCAB,
+    "sentence_order": False,
+}  # fmt: skip
 COARSE = {"layers": LAYERS // 2, "hidden": HIDDEN // 2, "heads": HEADS // 2, "ffn": FFN // 2}
 
 
@@ -89,6 +92,9 @@ PLAIN_NAMES = {
     "input_layernorm": "first_norm",
     "pre_mlp_layernorm": "second_norm",
     "final_layernorm": "final_norm",
+    "embedding.layernorm": "embedding_norm",
+    "post_attention_layernorm": "attention_norm",
+    "post_mlp_layernorm": "mlp_norm",
 }
 
 
@@ -135,7 +141,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("model", ["gpt", "bert", "bert_post"])
 def test_the_reference_policy_is_the_published_method_for_pairs(model, case):
     groupings, (embed, head, inter, layers) = CASES[case]
     plan = plan_for(

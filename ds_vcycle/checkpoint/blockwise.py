@@ -26,6 +26,7 @@ from ds_vcycle.operators.apply import (
     outer,
     prepare_down,
     sum_block,
+    unread_value,
     up_divisors,
 )
 from ds_vcycle.operators.plan import Child, Index, ParameterMap
@@ -129,7 +130,8 @@ def _refined(
         x = _read_rows(blend.fine, child.parameter, fine_rows, quantity)
     if z is not None:
         divisors, scalar = up_divisors(item, child, quantity)
-        value = None
+        unread = unread_value(child, quantity, beta=beta)
+        value = torch.full_like(x, unread) if unread else None
         if scalar != 0:
             scaled = z / outer(divisors, scalar, rows=np.asarray(rows), cols=np.arange(z.shape[1])).float()
             positions = torch.from_numpy(item.dims[0].parent[fine_rows] - rows[0])

@@ -49,8 +49,8 @@ def prepare_down(x: Tensor, quantity: Quantity) -> Tensor:
 
 
 def contributes(child: Child, quantity: Quantity) -> bool:
-    """Whether a child enters the sum: all do for weights; moments skip those that de-coalescing fills with zero."""
-    return quantity == "master" or not child.up_zero
+    """Whether a child enters the sum; moments skip those that de-coalescing fills with a constant."""
+    return child.sums_down if quantity == "master" else child.constant is None
 
 
 def finish_down(total_rc: Tensor, divisor_rc: Tensor, quantity: Quantity) -> Tensor:
@@ -70,16 +70,25 @@ def down_divisors(item: ParameterMap, quantity: Quantity) -> tuple[tuple[Index, 
 
 
 def up_divisors(item: ParameterMap, child: Child, quantity: Quantity) -> tuple[tuple[Index, ...], int]:
-    """Per-dim integers and one scalar that divide a coarse element when ``child`` reads it; 0 as the scalar means zero.
+    """Per-dim integers and one scalar that divide a coarse element when ``child`` reads it; scalar 0: it reads none.
 
     Weights: what consumes. Moments (m/k, v/k^2): k is the product of the producing dims' group sizes.
     """
     if quantity == "master":
-        return item.divisors("consumes"), 0 if child.up_zero else child.up_divisor
+        return item.divisors("consumes"), child.up_divisor if child.constant is None else 0
     dims = item.divisors("produces")
     if quantity == "exp_avg":
         return dims, 0 if child.moment_zero else item.moment_divisor
     return tuple(size * size for size in dims), item.moment_divisor**2
+
+
+def unread_value(child: Child, quantity: Quantity, *, beta: float) -> float:
+    """What a child that reads no coarse value gets besides beta x.
+
+    De-coalescing gives it its constant c whatever the coarse level holds, so its blend, alpha c + (1 - alpha) c +
+    beta (x - c), is beta x + (1 - beta) c. Moments are zero.
+    """
+    return (1.0 - beta) * (child.constant or 0.0) if quantity == "master" else 0.0
 
 
 def outer(divisors: Sequence[Index], scalar: int, *, rows: Index, cols: Index) -> Tensor:
@@ -141,23 +150,7 @@ def coalesce(plan: TransitionPlan, fine: Mapping[str, Tensor], quantity: Quantit
 
 def decoalesce(plan: TransitionPlan, coarse: Mapping[str, Tensor], quantity: Quantity = "master") -> dict[str, Tensor]:
     """De-coalesce whole coarse tensors to the fine level's global shapes, float32."""
-    fine = {}
-    for item in plan.maps:
-        rows, cols = _all_indices(item)
-        parents = _parents(item)
-        for child in item.children:
-            divisors, scalar = up_divisors(item, child, quantity)
-            z = _real_block(coarse[item.coarse.name], item.coarse.dims[0].real).float()
-            if scalar == 0:
-                value = torch.zeros(len(parents[0]), len(parents[1]))
-            else:
-                value = (z / outer(divisors, scalar, rows=rows, cols=cols).float())[parents[0]][:, parents[1]]
-            shape = child.parameter.shape
-            out = torch.zeros(shape)
-            _real_block(out, child.parameter.dims[0].real).copy_(value)
-            fine[child.parameter.name] = out
-    _refuse_leftovers(set(coarse) - {item.coarse.name for item in plan.maps})
-    return fine
+    return _expanded(plan, coarse, quantity, beta=0.0)
 
 
 def refine(
@@ -174,11 +167,34 @@ def refine(
         return {name: value.clone() for name, value in fine.items()}
     cx = coalesce(plan, fine) if coarse_factor(alpha, beta) else {}
     z = {name: blend_coarse(y, cx.get(name), alpha=alpha, beta=beta) for name, y in coarse.items()}
-    values = decoalesce(plan, z)
+    values = _expanded(plan, z, "master", beta=beta)
     blended = {name: value.float().clone() for name, value in fine.items()}
     for name, x in blended.items():
         blend_fine_(x, values[name], beta=beta)
     return blended
+
+
+def _expanded(
+    plan: TransitionPlan, coarse: Mapping[str, Tensor], quantity: Quantity, *, beta: float
+) -> dict[str, Tensor]:
+    """What is added to beta x: the coarse values, or of constants the share that beta leaves."""
+    fine = {}
+    for item in plan.maps:
+        rows, cols = _all_indices(item)
+        parents = _parents(item)
+        for child in item.children:
+            divisors, scalar = up_divisors(item, child, quantity)
+            z = _real_block(coarse[item.coarse.name], item.coarse.dims[0].real).float()
+            if scalar == 0:
+                value = torch.full((len(parents[0]), len(parents[1])), unread_value(child, quantity, beta=beta))
+            else:
+                value = (z / outer(divisors, scalar, rows=rows, cols=cols).float())[parents[0]][:, parents[1]]
+            shape = child.parameter.shape
+            out = torch.zeros(shape)
+            _real_block(out, child.parameter.dims[0].real).copy_(value)
+            fine[child.parameter.name] = out
+    _refuse_leftovers(set(coarse) - {item.coarse.name for item in plan.maps})
+    return fine
 
 
 def _real_block(x: Tensor, rows: int) -> Tensor:

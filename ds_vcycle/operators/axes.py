@@ -31,12 +31,18 @@ def plan_axes(fine: Level, coarse: Level, *, embedding: EmbeddingPolicy, depth_r
     """
     _check_shapes(fine.shape, coarse.shape)
     axes = _axis_maps(fine, coarse)
-    if embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
+    pre = fine.shape.norm_placement == "pre"
+    if pre and embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
         raise PlanError(
             "operators.embedding=reference with model.tied_embeddings=false on a pre-LN model: nothing would undo the "
             "scaling of the embeddings; use operators.embedding=lossless"
         )
-    notes = _losses(axes, embedding, depth_residual)
+    if not pre and depth_residual == "split" and axes["layer"].merges:
+        raise PlanError(
+            "operators.depth_residual=split on a post-LN model (model.norm_placement=post): the norm after each branch "
+            "acts again in every copied layer, however little a branch adds; use operators.depth_residual=first or copy"
+        )
+    notes = _losses(axes, embedding, depth_residual, pre=pre)
     return AxisPlan(axes=axes, lossless=not notes, notes=notes)
 
 
@@ -68,10 +74,12 @@ def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
     }
 
 
-def _losses(axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: DepthPolicy) -> tuple[str, ...]:
+def _losses(
+    axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: DepthPolicy, *, pre: bool
+) -> tuple[str, ...]:
     """Why de-coalescing changes the coarse model's function; nothing if it keeps it."""
     notes = []
-    if axes["hidden"].merges and embedding == "reference":
+    if pre and axes["hidden"].merges and embedding == "reference":
         notes.append("embedding=reference changes the logits of a pre-LN model; lossless keeps them")
     if len(set(axes["hidden"].sizes)) > 1:
         notes.append("unequal hidden groups change the norms' mean and variance")
@@ -79,6 +87,8 @@ def _losses(axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: Dep
         notes.append("depth_residual=copy adds each copied layer's output again; first keeps the function")
     if axes["layer"].merges and policy == "split":
         notes.append("depth_residual=split keeps the function to first order only; first keeps it")
+    if not pre and axes["layer"].merges and policy == "first" and not axes["layer"].neighbouring:
+        notes.append("depth_residual=first keeps a post-LN model's function for groups of neighbouring layers only")
     if not axes["layer"].keeps_order:
         notes.append("groupings.layer puts the coarse layers in another order; let the groups' first layers ascend")
     return tuple(notes)

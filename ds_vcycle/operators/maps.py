@@ -43,6 +43,11 @@ class AxisMap:
         return firsts == sorted(firsts)
 
     @property
+    def neighbouring(self) -> bool:
+        """Whether every group is a run of indices without gaps."""
+        return all(group[-1] - group[0] + 1 == len(group) for group in self.groups)
+
+    @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The fine indices of each coarse index, in ascending order."""
         members: list[list[int]] = [[] for _ in range(self.coarse)]

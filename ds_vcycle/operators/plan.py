@@ -35,13 +35,15 @@ class DimMap:
 class Child:
     """A fine parameter and how it reads its coarse parent along the ``layer`` axis when de-coalescing.
 
-    ``up_divisor``: 1, or the layer group's size. ``up_zero``: it gets zero instead (policy ``first``).
-    ``moment_zero``: its first moment starts at zero (the later layers of a group under ``first``).
+    ``up_divisor``: 1, or the layer group's size. ``constant``: what it gets instead of a coarse value (policy
+    ``first``), None where it reads one. ``sums_down``: whether coalescing reads it.
+    ``moment_zero``: its first moment starts at zero (policy ``first``: all layers of a group but the one that reads).
     """
 
     parameter: Parameter
     up_divisor: int
-    up_zero: bool
+    constant: float | None
+    sums_down: bool
     moment_zero: bool
 
 
@@ -105,20 +107,30 @@ def plan_transition(
 def _parameter_map(
     target: Parameter, children: list[Parameter], axes: Mapping[str, AxisMap], policy: DepthPolicy
 ) -> ParameterMap:
+    """A coarse parameter's map.
+
+    Under ``first`` one layer of a group reads some parameters alone. Residual writers: the first layer, the others get
+    zero, and all are summed going down. Norms after the branches of post-LN layers: the norm after attention is the
+    first layer's, the norm after the MLP the last layer's, going down too; the others get weight 1 and bias 0, so that
+    what follows the group's one working layer norms what is normed already. Adam's moments: the layer that reads takes
+    the coarse ones, the others m = 0 and the same v.
+    """
     dims = tuple(_dim_map(a, b, axes.get(a.axis)) for a, b in zip(children[0].dims, target.dims, strict=True))
     members = len(children)
     consumes_layer = target.residual_writer and policy != "copy"
-    down = 1 if consumes_layer else members
+    reader = _only_reader(target, members) if policy == "first" else None
+    down = 1 if consumes_layer or reader is not None else members
     up = members if consumes_layer and policy == "split" else 1
-    zeroed = consumes_layer and policy == "first"
+    constant = 1.0 if target.initial == "one" else 0.0
     return ParameterMap(
         coarse=target,
         children=tuple(
             Child(
                 parameter=child,
                 up_divisor=up,
-                up_zero=zeroed and position > 0,
-                moment_zero=policy == "first" and position > 0,
+                constant=None if reader in (None, position) else constant,
+                sums_down=target.residual_writer or reader in (None, position),
+                moment_zero=policy == "first" and position != (reader or 0),
             )
             for position, child in enumerate(children)
         ),
@@ -126,6 +138,13 @@ def _parameter_map(
         down_divisor=down,
         moment_divisor=1 if policy == "first" else down,
     )
+
+
+def _only_reader(target: Parameter, members: int) -> int | None:
+    """Under ``first`` the position in its group of the layer that alone reads the parameter; None if all do."""
+    if target.normed_branch == "mlp":
+        return members - 1
+    return 0 if target.residual_writer or target.normed_branch == "attention" else None
 
 
 @lru_cache(maxsize=256)  # layer after layer asks for the same maps

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any], int]
     "the authors' rules": ("bert_order", _divided("bert", 2), {"layer": "stack"},
                            {"embedding": "reference", "depth_residual": "copy"}, 1),
     "within ranks": ("llama_tied", _divided("llama_tied", 3), {"ffn": "local_stack"}, {"depth_residual": "split"}, 2),
+    "post-LN": ("bert_post", {"layers": 3, "hidden": 6, "heads": 4, "ffn": 36}, _UNEQUAL, {}, 2),
     "unequal lists": ("gpt_untied", {"layers": 3, "hidden": 12, "heads": 4, "ffn": 36}, _UNEQUAL, {}, 1),
 }  # fmt: skip
 _FINE, _COARSE = Layout(world_size=6, tp=2, zero_stage=3), Layout(world_size=3, zero_stage=1)

@@ -24,6 +24,7 @@ GPT = ModelShape(
     norm_placement="pre", activation="swiglu", bias=True, qk_norm=True, sentence_order=False,
 )  # fmt: skip
 BERT = replace(GPT, architecture="bert", kv_groups=8, activation="gelu", qk_norm=False, sentence_order=True)
+POST = replace(BERT, norm_placement="post")
 UNEQUAL = GroupingsConfig(
     hidden="stack", head=[[0, 1, 2], [3]], ffn=[[i, 23 - i] for i in range(12)], layer=[[0], [1, 2, 3]]
 )
@@ -65,7 +66,12 @@ LAYOUTS = [
 CASES = [
     (shape, groupings, layouts)
     for (shape, groupings), layouts in itertools.product(
-        [(GPT, GroupingsConfig()), (BERT, GroupingsConfig(head="stack", ffn="stack", layer="stack")), (GPT, UNEQUAL)],
+        [
+            (GPT, GroupingsConfig()),
+            (BERT, GroupingsConfig(head="stack", ffn="stack", layer="stack")),
+            (GPT, UNEQUAL),
+            (POST, UNEQUAL.model_copy(update={"head": [[0, 1, 2], [3, 7], [4], [6, 5]]})),
+        ],
         LAYOUTS,
     )
 ]
@@ -79,13 +85,12 @@ def test_bits_do_not_depend_on_the_layout(shape, groupings, layouts, quantity):
     x, y = random_weights(shape, 1), random_weights(halved(shape), 2)
     if quantity == "exp_avg_sq":
         x, y = {n: v.square() for n, v in x.items()}, {n: v.square() for n, v in y.items()}
-    beta = 0.25 if quantity == "master" else 0.0
     down = apply.coalesce(plan, x, quantity)
-    up = apply.decoalesce(plan, y, quantity)
-    for name, value in up.items():
-        blended = x[name].clone()
-        apply.blend_fine_(blended, value, beta=beta)
-        up[name] = blended
+    if quantity == "master":
+        beta, up = 0.25, apply.refine(plan, x, y, alpha=0.75, beta=0.25)
+        y = {n: apply.blend_coarse(v, None, alpha=0.75, beta=0.25) for n, v in y.items()}
+    else:
+        beta, up = 0.0, apply.decoalesce(plan, y, quantity)
 
     fine_held = cut(parameters(shape), x, fine_layout)
     coarse_held = cut(parameters(halved(shape)), y, coarse_layout)

@@ -27,6 +27,7 @@ from ds_vcycle.operators.apply import (
     contributes,
     down_divisors,
     outer,
+    unread_value,
     up_divisors,
 )
 from ds_vcycle.operators.plan import Child, DimMap, Index, ParameterMap
@@ -114,7 +115,7 @@ def refine_fragments(
         received = exchange(outgoing, _counts(arriving), torch.float32)
         fault_point("refine.exchanged")
         jobs = [
-            _refine_job(item, child, block, touch, z, view(fine[child.parameter.name], block), quantity)
+            _refine_job(item, child, block, touch, z, view(fine[child.parameter.name], block), quantity, beta)
             for item, touch, z in _assembled(items, arriving, received, rank)
             for child, block in touch.members
         ]
@@ -205,13 +206,14 @@ def _assembled(
 
 
 def _refine_job(
-    item: ParameterMap, child: Child, block: Block, touch: Touch, z: Tensor, x: Tensor, quantity: Quantity
+    item: ParameterMap, child: Child, block: Block, touch: Touch, z: Tensor, x: Tensor, quantity: Quantity, beta: float
 ) -> RefineJob:
-    """A fine block that reads the coarse rectangle it touches."""
+    """A fine block that reads the coarse rectangle it touches, or a constant in its place."""
     divisors, scalar = up_divisors(item, child, quantity)
     rows, cols = _positions(item.dims, block)
     if scalar == 0:
-        return RefineJob(x=x, z=None, rows=rows, cols=cols)
+        unread = unread_value(child, quantity, beta=beta)
+        return RefineJob(x=x, z=torch.full_like(z, unread) if unread else None, rows=rows, cols=cols)
     divisor = _divisor(divisors, scalar, touch)
     if isinstance(divisor, float):
         return RefineJob(x=x, z=z, divisor=divisor, rows=rows, cols=cols)

@@ -10,6 +10,7 @@ import glob
 import os
 import shutil
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
@@ -36,6 +37,8 @@ def set_latest(root: Path, name: str) -> None:
         temporary.replace(root / LATEST)
         sync_directory(root)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{root / LATEST} cannot be written ({error.strerror}); free space or mend permissions"
         ) from error
@@ -111,11 +114,13 @@ def publish(staging: Path, directory: Path) -> None:
         fault_point("save.replacing")
     try:
         staging.rename(directory)
+        sync_directory(directory.parent)
     except OSError:
+        if not staging.exists():
+            directory.rename(staging)
         if replaced.exists():
             replaced.rename(directory)
         raise
-    sync_directory(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -190,6 +195,14 @@ def _referenced(manifests: Mapping[str, Manifest | None], names: Set[str]) -> se
         found |= new
         pending += new
     return found
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it that are missing, durably."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
 
 
 def sync_directory(directory: Path) -> None:

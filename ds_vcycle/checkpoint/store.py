@@ -32,7 +32,15 @@ from ds_vcycle.checkpoint.manifest import (
     merge_parameters,
 )
 from ds_vcycle.checkpoint.reader import Checkpoint, FlatRange, open_checkpoint
-from ds_vcycle.checkpoint.retention import clean, find_latest, prune, publish, set_latest, sync_directory
+from ds_vcycle.checkpoint.retention import (
+    clean,
+    find_latest,
+    make_directory,
+    prune,
+    publish,
+    set_latest,
+    sync_directory,
+)
 from ds_vcycle.checkpoint.shards import write_shard
 from ds_vcycle.faults import fault_point
 from ds_vcycle.schema import Parameter
@@ -178,7 +186,7 @@ def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, wo
 
 def _begin(directory: Path, *, alone: bool) -> tuple[Path, str]:
     root = directory.parent
-    root.mkdir(parents=True, exist_ok=True)
+    make_directory(root)
     clean(root, None if alone else directory.name)
     identity = uuid.uuid4().hex
     staging = root / f".tmp-{directory.name}-{identity[:8]}"
@@ -262,8 +270,13 @@ def _prepare(staging: Path, manifest: Manifest) -> None:
                 f"{staging / file.name}, written by rank {file.rank}, is not visible on rank 0; the run directory must "
                 "lie on a file system that all nodes share"
             )
-    with (staging / MANIFEST).open("x") as out:
-        out.write(manifest_text(manifest))
-        out.flush()
-        os.fsync(out.fileno())
+    path = staging / MANIFEST
+    try:
+        with path.open("x") as out:
+            out.write(manifest_text(manifest))
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        problem = f"{error.filename or path}: {error.strerror or error}; free space or mend the permissions"
+        raise CheckpointError(problem) from error
     sync_directory(staging)

@@ -40,6 +40,10 @@ CONFIGURATION: dict[str, tuple[str, Sequence[str]]] = {
     "override past a list's end": ("levels.9.hidden=3", ["'levels.9.hidden=3'", "'9' is not an index", "levels=[...]"]),
     "override below a value": ("model.hidden.x=1", ["'model.hidden.x=1'", "model.hidden is a value"]),
     "override that is no YAML": ("model.hidden=[1", ["'model.hidden=[1'", "not YAML"]),
+    "a GPT with norms after its branches": (
+        "model.norm_placement=post",
+        ["norm_placement=post is for bert", "set norm_placement=pre"],
+    ),
     "hidden not a multiple of heads": ("model.hidden=34", ["hidden=34", "heads=4", "head_dim"]),
     "phases beside the V cycle's": (
         "cycle.kind=phases cycle.phases=[{train: 1, steps: 3}]",

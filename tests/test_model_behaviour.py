@@ -113,6 +113,12 @@ def refused() -> list[str]:
         {"sequence_parallel": True},
         {"transformer_engine": "always"},
         {"megatron": {"bias_activation_fusion": True}},
+        {
+            "architecture": "bert",
+            "norm_placement": "post",
+            "recompute": "selective",
+            "megatron": {"recompute_modules": ["core_attn", "layernorm"]},
+        },
     ]
     messages = []
     for options in cases:
@@ -140,6 +146,7 @@ def test_megatron_options_that_cannot_be_had_are_named() -> None:
         ("model.sequence_parallel=true", "CPU"),
         ("model.transformer_engine=always", "not installed"),
         ("model.megatron.bias_activation_fusion=true", "set model.activation=gelu_tanh"),
+        ("model.megatron.recompute_modules=", "layernorm", "model.recompute=full"),
         ("0.5", ""),
     ]
     for message, parts in zip(messages, expected, strict=True):
@@ -195,7 +202,7 @@ def test_initial_weights_are_drawn_over_the_real_shape() -> None:
 def survivors() -> list[str]:
     """Names of what is still alive of two levels that nobody holds any more."""
     references = []
-    for options in ({"position": "rope"}, {"architecture": "bert", "sentence_order": True}):
+    for options in ({"position": "rope"}, {"architecture": "bert", "norm_placement": "post", "sentence_order": True}):
         level, module = built(**options)
         sum(module(**batch_for(level))).backward()
         references += [(type(part).__name__, weakref.ref(part)) for part in module.modules()]

@@ -16,6 +16,7 @@ from tests.test_model_schema import MODERN
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {"recompute": "full"}),
     (1, {"architecture": "bert", "sentence_order": True}),
+    (1, {"architecture": "bert", "norm_placement": "post", "recompute": "full"}),
     (2, {"qk_norm": True}),
     (2, MODERN | {"tied_embeddings": False}),
 ]

@@ -24,6 +24,7 @@ CASES: list[dict[str, Any]] = [
     {"architecture": "bert", "vocab_size": 200},
     {"architecture": "bert", "sentence_order": True, "tied_embeddings": False},
     {"architecture": "bert", "normalization": "rmsnorm", "activation": "swiglu", "qk_norm": True, "bias": False},
+    {"architecture": "bert", "norm_placement": "post", "sentence_order": True, "recompute": "full"},
 ]
 
 

@@ -98,6 +98,7 @@ def transformer_config(
     """
     _check_sequence_parallel(model, mesh, transformer_engine)
     _check_fused_activation(model)
+    _check_recomputed_norms(model)
     extra = _checked_extra(model.megatron, transformer_engine)
     try:
         return TransformerConfig(**_from_ours(level, model, precision, mesh, transformer_engine) | extra)
@@ -165,6 +166,16 @@ def _check_fused_activation(model: ModelConfig) -> None:
         raise ConfigError(
             "model.megatron.bias_activation_fusion=true: Megatron's fused kernel computes gelu's tanh approximation, "
             "which is not model.activation=gelu; set model.activation=gelu_tanh, or remove bias_activation_fusion"
+        )
+
+
+def _check_recomputed_norms(model: ModelConfig) -> None:
+    """Megatron recomputes the norms before the branches only, and says nothing where there are none."""
+    modules = model.megatron.get("recompute_modules") or ()
+    if model.norm_placement == "post" and "layernorm" in modules:
+        raise ConfigError(
+            f"model.megatron.recompute_modules={modules!r}: the norms of model.norm_placement=post are not recomputed "
+            "alone; remove layernorm, or set model.recompute=full"
         )
 
 

@@ -103,9 +103,13 @@ def test_planned_cost_matches_the_saving_that_the_paper_reports(name, saving):
     assert 100 * (1 - plan.flops / plan.flat_flops) == pytest.approx(saving, abs=1.0)
 
 
-@pytest.mark.parametrize("name", [*DEMOS, "bert_large_3level.yaml", "gpt_base.yaml"])
-def test_planned_parameter_counts_are_those_of_the_built_models(name):
-    config = load_config(CONFIGS / name)
+BUILT = [(name, []) for name in (*DEMOS, "bert_large_3level.yaml", "gpt_base.yaml")]
+BUILT.append(("demo_bert.yaml", ["model.norm_placement=post"]))
+
+
+@pytest.mark.parametrize(("name", "overrides"), BUILT)
+def test_planned_parameter_counts_are_those_of_the_built_models(name, overrides):
+    config = load_config(CONFIGS / name, overrides)
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(1)
     for level, planned in zip(resolve_levels(config), overview(config).levels, strict=True):

@@ -44,6 +44,7 @@ THREE = {
 }
 UNTIL = {"cycle.coarse": {"steps": 9, "until_loss": 99.0}, "cycle.final": {"steps": 3, "until_loss": 0.01}}
 UNLIKE = {**LONGER, "levels": [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}]}
+POST = {"model.norm_placement": "post", "model.norm_eps": 1e-12}
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 WIDER = {**DROPOUT, "levels": [{}, {"tensor_parallel": 2}]}  # the coarse level's ranks must begin to draw alike
 
@@ -77,6 +78,7 @@ TWO: dict[str, dict[str, Any]] = {
     "unlike": {"tp": 2, "changes": UNLIKE},
     "bert-tp2-zero2": {"architecture": "bert", "tp": 2, "zero_stage": 2, "changes": LONGER},
     "bert-tp1-zero3": {"architecture": "bert", "zero_stage": 3, "changes": LONGER},
+    "bert-post": {"architecture": "bert", "tp": 2, "zero_stage": 2, "changes": POST},
     "three-levels": {"tp": 2, "changes": {**THREE, **DROPOUT}},
     "wider-dropout": {"tp": 1, "changes": WIDER},
     "explicit": {"tp": 1, "zero_stage": 1, "changes": EXPLICIT},
@@ -200,7 +202,7 @@ def test_every_phase_learns(done, name):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["one", "tp2-zero3", "unlike", "bert-tp2-zero2", "three-levels"])
+@pytest.mark.parametrize("name", ["one", "tp2-zero3", "unlike", "bert-tp2-zero2", "bert-post", "three-levels"])
 def test_each_change_of_level_records_the_loss_along_it(done, name):
     """The defaults are lossless, so de-coalescing alone changes nothing; blending with beta does."""
     run = done[name]

@@ -229,5 +229,10 @@ def test_warnings():
     assert warnings_for(config(V)) == ()
     assert "nothing breaks the symmetry of the copies" in warnings_for(config(V, operators={"beta": 0.0}))[0]
     assert "nothing that level 2 learned reaches level 1" in warnings_for(config(V, operators={"alpha": 0.0}))[0]
+    post = {**BASE["model"], "architecture": "bert", "norm_placement": "post"}
+    reference = {"embedding": "reference"}
+    assert "norm_eps=1e-05" in warnings_for(config(V, model=post, operators=reference))[0]
+    assert warnings_for(config(V, model={**post, "norm_eps": 1e-12}, operators=reference)) == ()
+    assert warnings_for(config(V, model=post)) == ()
     down = [{"coalesce": 1}, {"train": 2, "steps": 5}]
     assert "ends at level 2" in warnings_for(config({"kind": "phases", "phases": down}))[0]

@@ -21,6 +21,7 @@ STACKED = {"operators.groupings": {"hidden": "stack", "head": "stack", "ffn": "s
 UNEQUAL = {
     "operators.groupings": {"head": [[0, 1, 2], [3]], "layer": [[0], [1, 2, 3]]}, "operators.depth_residual": "copy",
 }  # fmt: skip
+POST = {"model.norm_placement": "post", "model.norm_eps": 1e-12}
 SPLIT = {"operators.depth_residual": "split", "operators.embedding": "reference"}
 ROUND = {"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}
 TP_2 = {"tensor_parallel": 2, "zero_stage": 1}
@@ -39,6 +40,8 @@ CASES: dict[str, Any] = dict(
         _case("bert", 2, 1, "fp32", {}),
         _case("bert", 1, 2, "fp32", SPLIT, "-reference"),
         _case("bert", 2, 3, "bf16", {}),
+        _case("bert", 2, 1, "fp32", POST, "-post"),
+        _case("bert", 1, 3, "bf16", POST, "-post"),
         _case("gpt", 2, 1, "bf16", SWIGLU, "-swiglu"),
         _case("gpt", 2, 3, "fp32", STACKED, "-stacked"),
         _case("gpt", 1, 1, "fp32", UNEQUAL, "-unequal"),

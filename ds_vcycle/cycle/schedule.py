@@ -133,6 +133,13 @@ def warnings_for(config: RunConfig) -> tuple[str, ...]:
                 f"phase {phase.index} ({phase}): with alpha=0 nothing that level {phase.coarse} learned reaches level "
                 f"{phase.fine}; set operators.alpha above 0"
             )
+    model = config.model
+    normed_embeddings = model.norm_placement == "post" and config.operators.embedding == "reference"
+    if refines and normed_embeddings and model.norm_eps > 1e-8:
+        warnings.append(
+            f"model.norm_eps={model.norm_eps:g} with operators.embedding=reference: embeddings divided by m meet their "
+            "norm, whose eps then weighs m^2 times as much, and the function changes; set model.norm_eps=1e-12"
+        )
     at = _last_level(phases)
     if at != 1:
         warnings.append(f"the cycle ends at level {at}, not at the target model; add refine phases up to level 1")

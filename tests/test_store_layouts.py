@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_vcycle.checkpoint import store
 from ds_vcycle.checkpoint.reader import Checkpoint
-from ds_vcycle.checkpoint.shards import ShardReader
+from ds_vcycle.checkpoint.shard_reader import ShardReader
 from ds_vcycle.checkpoint.store import CheckpointError, FlatRange, StoredFragment, open_checkpoint
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.schema import Dim, Parameter, parameters

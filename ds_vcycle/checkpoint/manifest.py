@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,13 @@ class Manifest:
     """All of a checkpoint but the numbers.
 
     ``identity`` is also in every file, so that a file of another checkpoint is told. ``created``: seconds since 1970.
-    ``references``: names of sibling checkpoints this one needs. ``state``: the caller's JSON.
+    ``references``: names of sibling checkpoints this one needs, with their identities. ``state``: the caller's JSON.
     """
 
     identity: str
     created: float
     world_size: int
-    references: tuple[str, ...]
+    references: Mapping[str, str]
     parameters: Mapping[str, StoredParameter]
     files: tuple[ShardFile, ...]
     state: Mapping[str, Any]
@@ -157,7 +158,7 @@ def merge_parameters(tables: Iterable[Mapping[str, StoredParameter]]) -> dict[st
 
 
 def check_coverage(manifest: Manifest) -> None:
-    """Every element of every parameter is stored exactly once, in each kind of tensor the parameter has.
+    """Every element of every parameter is stored exactly once, in each kind of tensor that any parameter has.
 
     Raises:
         CheckpointError: a range is missing or stored twice; names parameter, range and files.
@@ -168,8 +169,7 @@ def check_coverage(manifest: Manifest) -> None:
             for key in fragment.tensors:
                 at = (fragment.parameter, key, fragment.tp_rank)
                 ranges[at].append((fragment.start, fragment.start + fragment.length, file.name))
-    kinds = {(name, "master") for name in manifest.parameters} | {(name, key) for name, key, _ in ranges}
-    for name, key in sorted(kinds):
+    for name, key in product(sorted(manifest.parameters), sorted({"master"} | {key for _, key, _ in ranges})):
         parameter = manifest.parameters[name]
         for tp_rank in range(parameter.tp):
             shard = f"{name} ({key}, tensor-parallel rank {tp_rank})"
@@ -204,7 +204,7 @@ def manifest_text(manifest: Manifest) -> str:
         "identity": manifest.identity,
         "created": manifest.created,
         "world_size": manifest.world_size,
-        "references": list(manifest.references),
+        "references": dict(manifest.references),
         "parameters": {name: _record(parameter, "name") for name, parameter in manifest.parameters.items()},
         "files": {file.name: _file_record(file) for file in manifest.files},
         "state": state,
@@ -242,7 +242,8 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         return _parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error!r}); use another checkpoint") from error
+        reason = repr(error) if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{path} is malformed ({reason}); use another checkpoint") from error
 
 
 def _parse(body: Mapping[str, Any]) -> Manifest:
@@ -254,17 +255,43 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     }  # fmt: skip
     manifest = Manifest(
         identity=body["identity"], created=float(body["created"]), world_size=int(body["world_size"]),
-        references=tuple(body["references"]), parameters=parameters,
+        references=dict(body["references"]), parameters=parameters,
         files=tuple(_parse_file(name, file) for name, file in body["files"].items()), state=dict(body["state"]),
     )  # fmt: skip
+    for parameter in parameters.values():
+        _check_parameter(parameter)
     for file in manifest.files:
         for fragment in file.fragments:
-            parameter = parameters[fragment.parameter]
-            if fragment.tp_rank >= parameter.tp:
-                raise ValueError(f"{file.name}: {fragment.parameter} has no tensor-parallel rank {fragment.tp_rank}")
-            if fragment.start < 0 or fragment.start + fragment.length > parameter.real_numel(fragment.tp_rank):
-                raise ValueError(f"{file.name}: {fragment.parameter} reaches past its shape")
+            _check_fragment(fragment, parameters, file.name)
     return manifest
+
+
+def _check_parameter(parameter: StoredParameter) -> None:
+    """The layout it was stored under can be."""
+    dims, dim = len(parameter.shape), parameter.tp_dim
+    if dims not in (1, 2) or len(parameter.padded_shape) != dims or dim not in (None, *range(dims)):
+        raise ValueError(f"{parameter.name}: shape {parameter.shape}, tensor-parallel dim {dim}")
+    if min(parameter.shape) < 1 or any(a > b for a, b in zip(parameter.shape, parameter.padded_shape, strict=True)):
+        raise ValueError(f"{parameter.name}: shape {parameter.shape} padded to {parameter.padded_shape}")
+    split = 1 if dim is None else parameter.padded_shape[dim]
+    if min(parameter.tp, parameter.tp_stride) < 1 or split % (parameter.tp * parameter.tp_stride):
+        raise ValueError(f"{parameter.name}: {split} rows over {parameter.tp} ranks in {parameter.tp_stride} parts")
+
+
+def _check_fragment(fragment: FragmentEntry, parameters: Mapping[str, StoredParameter], file: str) -> None:
+    """It lies in its parameter, and is of numbers as masters and moments are kept."""
+    name = fragment.parameter
+    if name not in parameters:
+        raise ValueError(f"{file}: {name} is no parameter of the checkpoint")
+    if not 0 <= fragment.tp_rank < parameters[name].tp:
+        raise ValueError(f"{file}: {name} has no tensor-parallel rank {fragment.tp_rank}")
+    if min(fragment.start, fragment.length) < 0 or (
+        fragment.start + fragment.length > parameters[name].real_numel(fragment.tp_rank)
+    ):
+        raise ValueError(f"{file}: {name} reaches past its shape {list(parameters[name].shape)}")
+    for key, tensor in fragment.tensors.items():
+        if tensor.dtype != "F32":
+            raise ValueError(f"{file}: {key} of {name} is {tensor.dtype}, where F32 is kept")
 
 
 def _parse_file(name: str, file: Mapping[str, Any]) -> ShardFile:

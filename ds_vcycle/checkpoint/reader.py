@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +18,16 @@ from ds_vcycle.checkpoint.manifest import (
     FragmentEntry,
     Manifest,
     StoredParameter,
+    check_coverage,
     describe,
     read_manifest,
 )
 from ds_vcycle.checkpoint.retention import check_files, settled
-from ds_vcycle.checkpoint.shards import ShardReader
+from ds_vcycle.checkpoint.shard_reader import ShardReader
 from ds_vcycle.checkpoint.slices import Block, shared_blocks
 from ds_vcycle.schema import Parameter
+
+_OPEN_FILES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,21 +59,35 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     directory = settled(directory)
     manifest = read_manifest(directory)
     check_files(directory, manifest)
-    for name in manifest.references:
-        if not (settled(directory.parent / name) / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{directory} needs checkpoint {directory.parent / name}, which is missing; restore it"
-            )
+    try:
+        check_coverage(manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory / MANIFEST} is malformed: {error}; use another checkpoint") from error
+    for name, identity in manifest.references.items():
+        _check_reference(directory, settled(directory.parent / name), identity)
     return Checkpoint(directory, manifest)
 
 
+def _check_reference(directory: Path, needed: Path, identity: str) -> None:
+    """Another checkpoint that ``directory`` needs is there, whole, and the one it was saved with."""
+    if not (needed / MANIFEST).is_file():
+        raise CheckpointError(f"{directory} needs checkpoint {needed}, which is missing; restore it")
+    manifest = read_manifest(needed)
+    if manifest.identity != identity:
+        raise CheckpointError(
+            f"{directory} needs checkpoint {needed} as it was then, and that is another one now; restore it"
+        )
+    check_files(needed, manifest)
+
+
 class Checkpoint:
-    """An open checkpoint. Files are mapped when first needed, and stay open until :meth:`close`."""
+    """An open checkpoint. Files are opened when first needed, until :meth:`close`."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory = directory
         self.manifest = manifest
         self._readers: dict[str, ShardReader] = {}
+        self._recent: dict[str, ShardReader] = {}  # in the order of their last use
         self._files = {file.name: file for file in manifest.files}
         index: defaultdict[tuple[str, int], list[tuple[int, str, FragmentEntry]]] = defaultdict(list)
         for file in manifest.files:
@@ -90,6 +107,11 @@ class Checkpoint:
         return self.manifest.state
 
     @property
+    def identity(self) -> str:
+        """Of the checkpoint, as each of its files names it."""
+        return self.manifest.identity
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that wrote it."""
         return self.manifest.world_size
@@ -101,7 +123,10 @@ class Checkpoint:
 
     def close(self) -> None:
         """Let go of the files."""
+        for reader in self._readers.values():
+            reader.close()
         self._readers.clear()
+        self._recent.clear()
 
     def expect(self, parameters: Iterable[Parameter]) -> None:
         """The checkpoint holds these parameters, with these shapes, and no others; padding and degree may differ.
@@ -150,17 +175,19 @@ class Checkpoint:
             self._reader(piece.file).copy_rows(piece.entry.tensor_name(key), first, stored_stride, into)
         return out
 
-    def verify(self, ranges: Iterable[FlatRange] | None = None) -> None:
+    def verify(
+        self, ranges: Iterable[FlatRange] | None = None, advance: Callable[[int], None] = lambda size: None
+    ) -> None:
         """Check the checksums of all that the ranges will read (all keys), or of the whole checkpoint.
 
-        What was checked is not checked again by :meth:`read`.
+        What was checked is not checked again by :meth:`read`. ``advance``: told of the bytes of a whole checkpoint.
 
         Raises:
             CheckpointError: as :meth:`read`.
         """
         if ranges is None:
             for name in self._files:
-                self._reader(name).check_all()
+                self._reader(name).check_all(advance)
             return
         for wanted in ranges:
             for key in self.keys(wanted.parameter) | {"master"}:
@@ -185,8 +212,13 @@ class Checkpoint:
         }
 
     def _reader(self, name: str) -> ShardReader:
+        """The reader of a file; of very many files, those used last are open."""
         if name not in self._readers:
             self._readers[name] = ShardReader(self.directory / name, self._files[name], self.manifest.identity)
+        self._recent.pop(name, None)
+        self._recent[name] = self._readers[name]
+        if len(self._recent) > _OPEN_FILES:
+            self._recent.pop(next(iter(self._recent))).close()
         return self._readers[name]
 
     def _stored(self, parameter: Parameter) -> StoredParameter:

@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: written tensor by tensor, mapped and checked when read.
+"""One rank's file of a checkpoint, written tensor by tensor.
 
 The files are ordinary safetensors files (https://huggingface.co/docs/safetensors), readable by any other reader. They
 are written here rather than by the library so that a tensor leaves the accelerator only when its turn comes, is
@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from ds_vcycle.checkpoint.manifest import CheckpointError, ShardFile, StoredTensor
+from ds_vcycle.checkpoint.manifest import CheckpointError, StoredTensor
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_PIECE_BYTES = 1 << 24
-_IDENTITY = "checkpoint"
+PIECE_BYTES = 1 << 24
+IDENTITY, FILE = "checkpoint", "file"
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], identity: str) -> dict[str, StoredTensor]:
@@ -56,7 +55,7 @@ def stream_shard(
     written = {}
     try:
         with path.open("xb") as file:
-            file.write(_header(table, identity))
+            file.write(_header(table, identity, path.name))
             for (name, (dtype, shape)), tensor in zip(table.items(), tensors, strict=True):
                 assert tensor.dtype == dtype and tuple(tensor.shape) == shape, f"{name} is not as announced"
                 written[name] = _write_tensor(file, tensor)
@@ -67,89 +66,20 @@ def stream_shard(
     return written
 
 
-class ShardReader:
-    """Reads tensors of one file; each is checked against its checksum before its first element is handed out."""
-
-    def __init__(self, path: Path, file: ShardFile, identity: str) -> None:
-        self._path = path
-        self._expected = {
-            **{entry.tensor_name(key): tensor for entry in file.fragments for key, tensor in entry.tensors.items()},
-            **{f"extra/{name}": tensor for name, tensor in file.extras.items()},
-        }
-        self._checked: set[str] = set()
-        try:
-            self._open = _open(path)
-            metadata = self._open.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} is damaged: no safetensors file ({error}); use another checkpoint"
-            ) from error
-        if metadata.get(_IDENTITY) != identity:
-            raise CheckpointError(
-                f"{path} belongs to another checkpoint; restore the right file or use another checkpoint"
-            )
-
-    def check(self, name: str) -> None:
-        """Compare a tensor with its checksum, the first time only.
-
-        Raises:
-            CheckpointError: they differ; names file and tensor.
-        """
-        if name in self._checked:
-            return
-        expected = self._expected[name]
-        try:
-            tensor = self._open.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{self._path} is damaged: {name} cannot be read ({error}); use another checkpoint"
-            ) from error
-        checksum = 0
-        for piece in _pieces(tensor):
-            checksum = zlib.crc32(piece, checksum)
-        if _DTYPES.get(tensor.dtype) != expected.dtype or f"crc32:{checksum:08x}" != expected.checksum:
-            raise CheckpointError(
-                f"{self._path} is damaged: the checksum of {name} does not match the manifest; use another checkpoint"
-            )
-        self._checked.add(name)
-
-    def check_all(self) -> None:
-        """:meth:`check` every tensor the manifest lists for this file."""
-        for name in self._expected:
-            self.check(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A copy of a whole tensor."""
-        self.check(name)
-        whole: torch.Tensor = self._open.get_tensor(name).clone()
-        return whole
-
-    def copy_rows(self, name: str, start: int, stride: int, into: torch.Tensor) -> None:
-        """Fill ``into`` [rows, cols] from a flat tensor: row i from element ``start + i * stride`` onwards."""
-        self.check(name)
-        rows, cols = into.shape
-        flat = self._open.get_slice(name)[start : start + (rows - 1) * stride + cols]
-        into.copy_(flat.as_strided((rows, cols), (stride, 1)))
-
-
-def _open(path: Path) -> Any:
-    return safe_open(path, framework="pt")
-
-
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> StoredTensor:
     checksum = 0
     for piece in _pieces(tensor):
         checksum = zlib.crc32(piece, checksum)
         file.write(piece)
-    return StoredTensor(dtype=_DTYPES[tensor.dtype], checksum=f"crc32:{checksum:08x}")
+    return StoredTensor(dtype=DTYPES[tensor.dtype], checksum=f"crc32:{checksum:08x}")
 
 
-def _header(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], identity: str) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", _IDENTITY: identity}}
+def _header(table: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], identity: str, name: str) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", IDENTITY: identity, FILE: name}}
     position = 0
     for name, (dtype, shape) in table.items():
         end = position + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -160,5 +90,5 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes, a piece at a time."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES]
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]

@@ -30,6 +30,7 @@ from ds_vcycle.checkpoint.manifest import (
     describe,
     manifest_text,
     merge_parameters,
+    read_manifest,
 )
 from ds_vcycle.checkpoint.reader import Checkpoint, FlatRange, open_checkpoint
 from ds_vcycle.checkpoint.retention import (
@@ -39,6 +40,7 @@ from ds_vcycle.checkpoint.retention import (
     prune,
     publish,
     set_latest,
+    settled,
     sync_directory,
 )
 from ds_vcycle.checkpoint.shards import write_shard
@@ -71,10 +73,10 @@ class StoredFragment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenShard:
-    """What a rank tells rank 0 about the file it wrote; ``file`` is None if it had nothing to write."""
+    """What a rank tells rank 0 about what it wrote: one file, none, or more (those of the ranks it stands for)."""
 
     parameters: Mapping[str, StoredParameter]
-    file: ShardFile | None
+    files: tuple[ShardFile, ...] = ()
 
 
 def is_writer(parameter: Parameter, *, tp_rank: int, dp_rank: int, zero_stage: int) -> bool:
@@ -147,7 +149,8 @@ def save_written(
 
         def commit() -> None:
             if rank == 0:
-                manifest = _manifest(shards, identity, world_size, references, state)
+                needed = {name: read_manifest(settled(directory.parent / name)).identity for name in references}
+                manifest = _manifest(shards, identity, world_size, needed, state)
                 _prepare(staging, manifest)
             fault_point("save.manifest")
             if rank == 0:
@@ -208,7 +211,7 @@ def _write(
             entries.append(entry)
             tensors |= {entry.tensor_name(key): _kept(fragment, entry.length, key) for key in fragment.tensors}
     if not tensors:
-        return WrittenShard(parameters=parameters, file=None)
+        return WrittenShard(parameters=parameters)
     path = staging / f"rank-{rank:05d}.safetensors"
     written = write_shard(path, tensors, identity)
     file = ShardFile(
@@ -218,7 +221,7 @@ def _write(
         fragments=tuple(replace(entry, tensors=_written(entry, written)) for entry in entries),
         extras={name: written[f"extra/{name}"] for name in extras},
     )
-    return WrittenShard(parameters=parameters, file=file)
+    return WrittenShard(parameters=parameters, files=(file,))
 
 
 def _written(entry: FragmentEntry, written: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -247,15 +250,19 @@ def _kept(fragment: StoredFragment, length: int, key: str) -> torch.Tensor:
 
 
 def _manifest(
-    shards: Sequence[WrittenShard], identity: str, world_size: int, references: Sequence[str], state: Mapping[str, Any]
+    shards: Sequence[WrittenShard],
+    identity: str,
+    world_size: int,
+    references: Mapping[str, str],
+    state: Mapping[str, Any],
 ) -> Manifest:
     manifest = Manifest(
         identity=identity,
         created=time.time(),
         world_size=world_size,
-        references=tuple(references),
+        references=references,
         parameters=merge_parameters(shard.parameters for shard in shards),
-        files=tuple(shard.file for shard in shards if shard.file),
+        files=tuple(file for shard in shards for file in shard.files),
         state=state,
     )
     check_coverage(manifest)

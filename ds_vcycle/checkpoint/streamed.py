@@ -43,7 +43,7 @@ def write_streamed(
     """
     parameters = {f.parameter.name: describe(f.parameter, 1) for f in fragments}
     if not fragments:
-        return WrittenShard(parameters=parameters, file=None)
+        return WrittenShard(parameters=parameters, files=())
     path = staging / f"rank-{rank:05d}.safetensors"
     table = {f.entry.tensor_name(key): (torch.float32, (f.length,)) for f in fragments for key in f.keys}
     written = stream_shard(path, table, tensors, identity)
@@ -55,4 +55,4 @@ def write_streamed(
         for f in fragments
     )  # fmt: skip
     file = ShardFile(name=path.name, rank=rank, bytes=path.stat().st_size, fragments=entries, extras={})
-    return WrittenShard(parameters=parameters, file=file)
+    return WrittenShard(parameters=parameters, files=(file,))

@@ -16,9 +16,9 @@ def initial_slice(
 ) -> torch.Tensor:
     """The fp32 slice of one parameter that one tensor-parallel rank holds.
 
-    Weights are normal with deviation ``std``, the residual writers' divided by sqrt(2 x layers) (GPT-2's rule); norm
-    weights are 1; biases and pad rows 0. The numbers are drawn over the global shape without padding, from a generator
-    of (seed, parameter name), then sliced.
+    Weights are normal with deviation ``std``, in pre-LN models the residual writers' divided by sqrt(2 x layers)
+    (GPT-2's rule); norm weights are 1; biases and pad rows 0. The numbers are drawn over the global shape without
+    padding, from a generator of (seed, parameter name), then sliced.
     """
     real = tuple(dim.real for dim in parameter.dims)
     whole = torch.zeros(parameter.shape)

@@ -278,6 +278,31 @@ def refine(
 
 
 @app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, a run directory (its latest), or RUN@STEP.")],
+    verify: Annotated[bool, typer.Option(help="Compare every tensor with its checksum.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is in a checkpoint, and whether it and the parked levels it needs are whole: exit code 0, or 2.
+
+    Examples:
+
+    - `ds-vcycle inspect runs/mine`
+
+    - `ds-vcycle inspect runs/mine@20000 --no-verify`
+    """
+    from ds_vcycle.checkpoint.inspection import inspect_checkpoint
+    from ds_vcycle.checkpoint.offline_progress import bar
+
+    with bar("checksums", enabled=sys.stderr.isatty()) as advance:
+        found = inspect_checkpoint(checkpoint, verify=verify, advance=advance)
+    if as_json:
+        print(json.dumps({"directory": str(found.directory), **found.facts}, indent=1))
+    else:
+        print(found)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; the first is the baseline.")],
     baseline: Annotated[Path | None, typer.Option(help="Another one of them as the baseline.")] = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ Wholes = dict[str, dict[str, Tensor]]  # kind of tensor -> parameter -> tensor o
 
 
 def store_wholes(
-    directory: Path, wholes: Wholes, shape: ModelShape, layout: Layout, state: Mapping[str, Any] | None = None
-) -> None:
+    directory: Path, wholes: Wholes, shape: ModelShape, layout: Layout, state: Mapping[str, Any] | None = None,
+    references: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Save as the ranks of a layout would, the ranks being threads."""
     table = {parameter.name: parameter for parameter in parameters(shape)}
     held = {key: cut(tuple(table.values()), whole, layout) for key, whole in wholes.items()}
@@ -38,7 +39,7 @@ def store_wholes(
         ]  # fmt: skip
         store.save(
             directory, fragments=mine, extras={}, state=state or {}, rank=rank, world_size=layout.world_size,
-            gather=gather, barrier=barrier,
+            gather=gather, barrier=barrier, references=references,
         )  # fmt: skip
 
     assert on_threads(layout.world_size, work) == [None] * layout.world_size

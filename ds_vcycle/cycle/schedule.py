@@ -138,7 +138,8 @@ def warnings_for(config: RunConfig) -> tuple[str, ...]:
     if refines and normed_embeddings and model.norm_eps > 1e-8:
         warnings.append(
             f"model.norm_eps={model.norm_eps:g} with operators.embedding=reference: embeddings divided by m meet their "
-            "norm, whose eps then weighs m^2 times as much, and the function changes; set model.norm_eps=1e-12"
+            "norm, whose eps then weighs m^2 times as much, so that the function is kept only as far as eps is nothing "
+            "beside their variance; set model.norm_eps=1e-12"
         )
     at = _last_level(phases)
     if at != 1:

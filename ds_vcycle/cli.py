@@ -213,14 +213,27 @@ PolicyOverrides = Annotated[
     typer.Argument(help="Overrides of the recorded configuration: `operators.depth_residual=copy levels.1.hidden=64`."),
 ]
 Target = Annotated[Path, typer.Option("--to", help="Directory to write; it appears complete or not at all.")]
-Overwrite = Annotated[bool, typer.Option(help="Replace an earlier checkpoint there.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace an earlier one there.")]
+HuggingFaceConfig = Annotated[
+    Path | None, typer.Option("--config", "-c", help="A run's YAML file, for a Hugging Face model, which has none.")
+]
+Form = Annotated[
+    Literal["store", "huggingface"] | None,
+    typer.Option("--format", help="A checkpoint or a Hugging Face directory; default: what the (fine) model is."),
+]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Hugging Face: the most a file holds, as 5GB.")]
 
 
 @app.command()
 def coalesce(
-    source: Annotated[Path, typer.Option("--from", help="A checkpoint, or a run directory: its latest.")],
+    source: Annotated[
+        Path, typer.Option("--from", help="A checkpoint, a run directory (its latest), or a Hugging Face directory.")
+    ],
     to: Target,
     overrides: PolicyOverrides = None,
+    config: HuggingFaceConfig = None,
+    form: Form = None,
+    max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """Coalesce a finished checkpoint to the next smaller level, weights and moments, without a model or a GPU.
@@ -231,15 +244,19 @@ def coalesce(
     - `ds-vcycle coalesce --from runs/large --to small`
 
     - `deepspeed --num_gpus 4 --module ds_vcycle coalesce --from runs/large --to small levels.1.layers=6`
+
+    - `ds-vcycle coalesce --from models/gpt2 --to models/gpt2-half`
     """
     from ds_vcycle.checkpoint.offline import coalesce_checkpoint
+    from ds_vcycle.checkpoint.offline_output import Output
     from ds_vcycle.checkpoint.offline_progress import bar, summary
     from ds_vcycle.checkpoint.processes import launched
 
     with launched() as processes:
         with bar("coalesce", enabled=processes.rank == 0) as advance:
+            output = Output(to=to, form=form, overwrite=overwrite, max_shard_size=max_shard_size)
             written = coalesce_checkpoint(
-                source, to, overrides=overrides or [], overwrite=overwrite, processes=processes, advance=advance
+                source, output, config_file=config, overrides=overrides or [], processes=processes, advance=advance
             )
         if processes.rank == 0:
             print(summary(written))
@@ -247,12 +264,15 @@ def coalesce(
 
 @app.command()
 def refine(
-    fine: Annotated[Path, typer.Option(help="The kept large model: a checkpoint, or a run directory.")],
+    fine: Annotated[Path, typer.Option(help="The kept large model: a checkpoint, a run, a Hugging Face directory.")],
     coarse: Annotated[Path, typer.Option(help="The trained small model, of the same run or of one of its own.")],
     to: Target,
     overrides: PolicyOverrides = None,
     alpha: Annotated[float | None, typer.Option(help="Default: operators.alpha of the configuration.")] = None,
     beta: Annotated[float | None, typer.Option(help="Default: operators.beta of the configuration.")] = None,
+    config: HuggingFaceConfig = None,
+    form: Form = None,
+    max_shard_size: ShardSize = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
     """De-coalesce a trained small checkpoint and blend it with the large one it came from; no model, no GPU.
@@ -264,17 +284,55 @@ def refine(
     - `deepspeed --num_gpus 4 --module ds_vcycle refine --fine runs/large --coarse runs/small --to blended --beta 0.5`
     """
     from ds_vcycle.checkpoint.offline import refine_checkpoints
+    from ds_vcycle.checkpoint.offline_output import Output
     from ds_vcycle.checkpoint.offline_progress import bar, summary
     from ds_vcycle.checkpoint.processes import launched
 
     with launched() as processes:
         with bar("refine", enabled=processes.rank == 0) as advance:
+            output = Output(to=to, form=form, overwrite=overwrite, max_shard_size=max_shard_size)
             written = refine_checkpoints(
-                fine, coarse, to, alpha=alpha, beta=beta, overrides=overrides or [], overwrite=overwrite,
+                fine, coarse, output, alpha=alpha, beta=beta, config_file=config, overrides=overrides or [],
                 processes=processes, advance=advance,
             )  # fmt: skip
         if processes.rank == 0:
             print(summary(written))
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Option("--from", help="A checkpoint, a run (its latest), RUN@STEP, or a Hugging Face directory."),
+    ],
+    to: Target,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Of a Hugging Face model: `model.sentence_order=false` leaves heads out.")
+    ] = None,
+    config: HuggingFaceConfig = None,
+    form: Annotated[
+        Literal["store", "huggingface"] | None, typer.Option("--format", help="Default: the one that --from is not.")
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert a checkpoint to a Hugging Face directory, or a Hugging Face directory to a checkpoint (weights only).
+
+    GPT-2 and BERT, pre-LN (MegatronBert) and post-LN (Bert). What has no counterpart, is missing or left over is named
+    and refused; whole heads may be missing. Examples:
+
+    - `ds-vcycle convert --from runs/large@20000 --to models/large`
+
+    - `ds-vcycle convert --from models/bert-large-uncased --to start model.sentence_order=false`
+    """
+    from ds_vcycle.checkpoint.convert import convert as convert_weights
+    from ds_vcycle.checkpoint.offline_output import Output
+    from ds_vcycle.checkpoint.offline_progress import bar
+
+    output = Output(to=to, form=form, overwrite=overwrite, max_shard_size=max_shard_size)
+    with bar("convert", enabled=True) as advance:
+        written = convert_weights(source, output, config=config, overrides=overrides or [], advance=advance)
+    print(written)
 
 
 @app.command()

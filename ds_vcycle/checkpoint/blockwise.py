@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_vcycle.checkpoint.reader import Checkpoint
+from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.checkpoint.streamed import AnnouncedFragment
 from ds_vcycle.operators.apply import (
     Quantity,
@@ -39,8 +39,8 @@ BUCKET_ELEMENTS = 1 << 20
 class Blend:
     """A refine of two checkpoints: alpha P(y) + (1 - alpha) P(C x) + beta (x - P(C x))."""
 
-    fine: Checkpoint
-    coarse: Checkpoint
+    fine: WeightSource
+    coarse: WeightSource
     alpha: float
     beta: float
 
@@ -59,7 +59,7 @@ def coarse_fragments(item: ParameterMap, keys: Sequence[Quantity], bucket: int) 
     ]
 
 
-def coarse_tensors(source: Checkpoint, item: ParameterMap, keys: Sequence[Quantity], bucket: int) -> Iterator[Tensor]:
+def coarse_tensors(source: WeightSource, item: ParameterMap, keys: Sequence[Quantity], bucket: int) -> Iterator[Tensor]:
     """The tensors of :func:`coarse_fragments`, coalesced from a stored fine level."""
     for rows in _blocks(item, bucket):
         for key in keys:
@@ -94,7 +94,7 @@ def fine_tensors(blend: Blend, item: ParameterMap, keys: Sequence[Quantity], buc
                 position += last - first
 
 
-def _coalesced(source: Checkpoint, item: ParameterMap, rows: range, quantity: Quantity) -> Tensor:
+def _coalesced(source: WeightSource, item: ParameterMap, rows: range, quantity: Quantity) -> Tensor:
     """C x on some coarse rows, float32 [rows, coarse columns]."""
     fine_rows = _fine_rows(item, rows)
     shape = len(rows), _width(item.coarse)
@@ -159,7 +159,7 @@ def _runs(rows: Index) -> list[tuple[int, int]]:
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, ends)]
 
 
-def _read_rows(source: Checkpoint, parameter: Parameter, rows: Index, key: str) -> Tensor:
+def _read_rows(source: WeightSource, parameter: Parameter, rows: Index, key: str) -> Tensor:
     """Whole rows of a parameter, float32 [rows, columns]."""
     width = _width(parameter)
     parts = [

@@ -4,19 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
+from ds_vcycle.checkpoint.huggingface.directory import is_huggingface
+from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource, open_huggingface
+from ds_vcycle.checkpoint.huggingface.settings import CONFIG
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
-from ds_vcycle.checkpoint.reader import Checkpoint
-from ds_vcycle.checkpoint.recorded import recorded, require_shape
+from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
+from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded, require_shape
 from ds_vcycle.checkpoint.retention import LATEST
+from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.config import ConfigError, RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.plan import TransitionPlan, plan_transition
 from ds_vcycle.yaml_tree import TreeError, apply_override
 
+Form = Literal["store", "huggingface"]
+Source = Checkpoint | HuggingFaceSource
+_MARKS: dict[Form, str] = {"store": MANIFEST, "huggingface": CONFIG}
+_NAMES: dict[Form, str] = {"store": "checkpoint", "huggingface": "Hugging Face directory"}
 
-def check_target(to: Path, sources: Sequence[Checkpoint], *, overwrite: bool) -> None:
+
+def open_source(path: Path, *, config: Path | None, overrides: Sequence[str]) -> Source:
+    """Open what an offline verb reads: a checkpoint, a run's, or a Hugging Face directory.
+
+    Args:
+        path: as the user gave it.
+        config: a run's YAML file, for a Hugging Face directory, which records none.
+        overrides: of the configuration a Hugging Face model is recorded with.
+
+    Raises:
+        UserError: it is none of these, or damaged; or a configuration is given for a checkpoint that has its own.
+    """
+    if is_huggingface(path):
+        return open_huggingface(path, config=config, overrides=overrides)
+    found = locate_checkpoint(path)
+    if config is not None:
+        raise CheckpointError(
+            f"--config {config}: {found} records its own configuration; change that with overrides (key=value)"
+        )
+    return open_checkpoint(found)
+
+
+def of_model(overrides: Sequence[str]) -> list[str]:
+    """The overrides of the model section; those of further levels fit only a configuration that has them."""
+    return [override for override in overrides if override.startswith("model.")]
+
+
+def form_of(source: Source) -> Form:
+    """The form a source is stored in."""
+    return "huggingface" if isinstance(source, HuggingFaceSource) else "store"
+
+
+def tokenizer_directories(source: Source, config: RunConfig) -> list[Path]:
+    """Where the tokenizer of a model may lie: beside a Hugging Face model, or in the corpora it was trained on."""
+    own = [source.directory] if isinstance(source, HuggingFaceSource) else []
+    return [*own, *(corpus.path for corpus in config.data.blend)]
+
+
+def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: Form = "store") -> None:
     """Refuse to write where something is that must stay.
+
+    Args:
+        to: directory to write.
+        sources: what is read.
+        overwrite: replace what is there, if it has the form that is written.
+        form: that is written.
 
     Raises:
         CheckpointError: names ``--to`` and what is there.
@@ -31,8 +84,8 @@ def check_target(to: Path, sources: Sequence[Checkpoint], *, overwrite: bool) ->
         raise CheckpointError(f"--to {to} is the checkpoint that is read; give another directory")
     if not overwrite:
         raise CheckpointError(f"--to {to} exists; give another directory, or replace it with --overwrite")
-    if not to.is_dir() or (any(to.iterdir()) and not (to / MANIFEST).is_file()):
-        raise CheckpointError(f"--to {to} is no checkpoint, so --overwrite leaves it alone; give another directory")
+    if not to.is_dir() or (any(to.iterdir()) and not (to / _MARKS[form]).is_file()):
+        raise CheckpointError(f"--to {to} is no {_NAMES[form]}, so --overwrite leaves it alone; give another directory")
 
 
 def two_levels(
@@ -63,7 +116,7 @@ def two_levels(
     return parse_config(tree, source="the recorded configuration" + (" and overrides" if overrides else ""))
 
 
-def both_levels(fine: Checkpoint, coarse: Checkpoint, overrides: Sequence[str]) -> tuple[RunConfig, int]:
+def both_levels(fine: WeightSource, coarse: WeightSource, overrides: Sequence[str]) -> tuple[RunConfig, int]:
     """The configuration that both levels belong to, and the fine one's index.
 
     It is the coarse checkpoint's where that has both levels, else the fine one's with the coarse model's sizes.
@@ -86,7 +139,7 @@ def both_levels(fine: Checkpoint, coarse: Checkpoint, overrides: Sequence[str]) 
 
 
 def plan_between(
-    config: RunConfig, index: int, *, fine: Checkpoint, coarse: Checkpoint | None = None
+    config: RunConfig, index: int, *, fine: WeightSource, coarse: WeightSource | None = None
 ) -> TransitionPlan:
     """The transition between levels ``index`` and ``index`` + 1, which the checkpoints must hold.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ds_vcycle.checkpoint.offline import Advance, Written
+from ds_vcycle.checkpoint.offline_output import Advance, Written
 
 
 @contextmanager
@@ -37,9 +37,14 @@ def summary(written: Written) -> str:
         f"{axis} {grouping if isinstance(grouping, str) else 'as listed'}"
         for axis, grouping in written.level.groupings.model_dump().items()
     )
+    use = (
+        "from_pretrained loads it; ds-vcycle convert makes a checkpoint of it"
+        if written.form == "huggingface"
+        else f"a run starts from it with training.init_from={written.directory}"
+    )
     return (
         f"written: {written.directory}: level {written.level.index} (layers {shape.layers}, hidden {shape.hidden}, "
         f"heads {shape.heads}, ffn {shape.ffn}), {moments}\n"
         f"embedding {operators.embedding}, depth_residual {operators.depth_residual}, groupings {groups}\n"
-        f"a run starts from it with training.init_from={written.directory}"
+        f"{use}"
     )

@@ -13,7 +13,7 @@ from ds_vcycle.levels import Level, ModelShape, resolve_levels
 from ds_vcycle.schema import parameters
 
 if TYPE_CHECKING:
-    from ds_vcycle.checkpoint.reader import Checkpoint
+    from ds_vcycle.checkpoint.source import WeightSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def _roots(run: Path) -> tuple[Path, Path]:
     return run / "checkpoints", run
 
 
-def recorded(checkpoint: Checkpoint) -> Recorded:
+def recorded(checkpoint: WeightSource) -> Recorded:
     """What a checkpoint of a run, or of ``ds-vcycle coalesce`` or ``refine``, records about its model.
 
     Raises:
@@ -83,13 +83,14 @@ def recorded(checkpoint: Checkpoint) -> Recorded:
     return Recorded(config=config, level=resolve_levels(config)[index - 1])
 
 
-def require_shape(checkpoint: Checkpoint, shape: ModelShape, *, whose: str) -> None:
+def require_shape(checkpoint: WeightSource, shape: ModelShape, *, whose: str, partly: bool = False) -> None:
     """The checkpoint holds a model of this shape; the vocabulary's padding does not count.
 
     Args:
         checkpoint: open.
         shape: that is wanted.
         whose: it is, for the message.
+        partly: heads that the checkpoint records as missing may be.
 
     Raises:
         CheckpointError: names the first size or parameter that differs.
@@ -103,7 +104,19 @@ def require_shape(checkpoint: Checkpoint, shape: ModelShape, *, whose: str) -> N
                     f"{checkpoint.directory} holds a model with {key}={_text(mine)}, {whose} has {_text(wanted)}; "
                     "give the checkpoint of such a model, or change the configuration"
                 )
-    checkpoint.expect(parameters(shape))
+    missing = missing_parameters(checkpoint)
+    if missing and not partly:
+        raise CheckpointError(
+            f"{checkpoint.directory} lacks {', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}, which the "
+            "Hugging Face model had not either; train a run from it first (training.init_from), which takes them from "
+            "its seed"
+        )
+    checkpoint.expect(parameter for parameter in parameters(shape) if parameter.name not in missing)
+
+
+def missing_parameters(checkpoint: WeightSource) -> tuple[str, ...]:
+    """The heads' parameters that the Hugging Face model a checkpoint was converted from did not have."""
+    return tuple(checkpoint.state.get("missing", ()))
 
 
 def _text(value: Any) -> str:

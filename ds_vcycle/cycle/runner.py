@@ -18,7 +18,7 @@ import torch.distributed as dist
 import yaml
 
 from ds_vcycle import parallel
-from ds_vcycle.checkpoint.recorded import locate_checkpoint, require_shape
+from ds_vcycle.checkpoint.recorded import locate_checkpoint, missing_parameters, require_shape
 from ds_vcycle.checkpoint.store import Checkpoint, find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
@@ -54,6 +54,8 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
         try:
             if held is None:
                 run.begin(initial)
+                if source is not None and (drawn := missing_parameters(source)):
+                    run.progress.note(f"not there, and so from the seed: {', '.join(drawn)}")
             else:
                 run.restore(held)
             _walk(run)
@@ -123,7 +125,7 @@ def _source(plan: RunPlan) -> Checkpoint | None:
         return None
     try:
         checkpoint = open_checkpoint(locate_checkpoint(path))
-        require_shape(checkpoint, plan.level(1).shape, whose="level 1 of this run")
+        require_shape(checkpoint, plan.level(1).shape, whose="level 1 of this run", partly=True)
     except UserError as error:
         raise UserError(f"training.init_from={path}: {error}") from error
     return checkpoint

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_vcycle
+from ds_vcycle.checkpoint.recorded import missing_parameters
 from ds_vcycle.checkpoint.store import (
     Checkpoint,
     FlatRange,
@@ -27,6 +28,7 @@ from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.schedule import Phase, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
+from ds_vcycle.model.initial import initial_slice
 from ds_vcycle.parallel import Mesh, mesh_for, rng_state, together
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
@@ -96,12 +98,17 @@ def read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level])
 def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
     """What ``training.init_from`` gives this rank: weights and, under ``operators.moments=map``, moments. Collective.
 
+    Heads that a converted model came without are drawn from the seed, as all weights of a run without ``init_from``.
+
     Raises:
         CheckpointError: on every rank, naming the file and the parameter.
     """
     with checkpoint:
         held = together(lambda: _staged(checkpoint, config, level))
-    return held if config.operators.moments == "map" else Staged(master=held.master)
+    drawn = _drawn(missing_parameters(checkpoint), config, level)
+    if drawn or config.operators.moments == "reset":
+        return Staged(master=held.master | drawn)
+    return held
 
 
 def read_parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
@@ -131,6 +138,21 @@ def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]
     )
 
 
+def _drawn(names: Sequence[str], config: RunConfig, level: Level) -> Fragments:
+    """This rank's fragments of parameters at their initial values."""
+    mesh = mesh_for(level.tensor_parallel)
+    ranges = _ranges(parameters(level.shape), layout_of(level, config, mesh.world_size), mesh)
+    held: Fragments = {}
+    for name, at in ranges.items():
+        if name in names:
+            whole = initial_slice(
+                at.parameter, seed=config.training.seed, std=config.model.init_std, layers=level.shape.layers,
+                tp_size=mesh.tp_size, tp_rank=mesh.tp_rank,
+            )  # fmt: skip
+            held[name] = whole.reshape(-1)[at.start : at.start + at.length].clone()
+    return held
+
+
 def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
     with open_checkpoint(directory) as checkpoint:
         return _staged(checkpoint, config, level).master
@@ -148,9 +170,9 @@ def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh
     Raises:
         CheckpointError: something is damaged, missing or of another shape; names the file and the parameter.
     """
-    table = parameters(level.shape, embedding)
-    checkpoint.expect(table)
-    ranges = _ranges(table, layout, mesh)
+    table, absent = parameters(level.shape, embedding), missing_parameters(checkpoint)
+    checkpoint.expect(parameter for parameter in table if parameter.name not in absent)
+    ranges = {name: at for name, at in _ranges(table, layout, mesh).items() if name not in absent}
     checkpoint.verify(ranges.values())
     step = int(checkpoint.state.get("adam_step", 0))
     read = {key: _read(checkpoint, ranges, key) for key in ("master", *(("exp_avg", "exp_avg_sq") if step else ()))}

@@ -1,0 +1,61 @@
+"""The files beside the weights that say what the token ids mean. Imports no torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_vcycle.checkpoint.huggingface.settings import CONFIG, TOKENS, read_json
+from ds_vcycle.checkpoint.manifest import CheckpointError
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt",
+)  # fmt: skip
+_PREPARED = "prepare.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerFiles:
+    """``files`` to copy, and the ids that config.json names, by its keys. None of either: nothing is known."""
+
+    files: tuple[Path, ...] = ()
+    ids: dict[str, int]
+
+
+def find_tokenizer(directories: Sequence[Path]) -> TokenizerFiles:
+    """The tokenizer of the first directory that has one: a prepared corpus, or a Hugging Face directory.
+
+    Without any, the ids of the first directory that names some.
+
+    Raises:
+        CheckpointError: the file that names the ids is damaged.
+    """
+    held = [TokenizerFiles(files=_files(directory), ids=_ids(directory)) for directory in directories]
+    found = [one for one in held if one.files] or [one for one in held if one.ids]
+    return found[0] if found else TokenizerFiles(ids={})
+
+
+def copy_tokenizer(tokenizer: TokenizerFiles, directory: Path) -> None:
+    """Copy the files into a directory (raises OSError)."""
+    for path in tokenizer.files:
+        shutil.copyfile(path, directory / path.name)
+
+
+def _files(directory: Path) -> tuple[Path, ...]:
+    return tuple(directory / name for name in _FILES if (directory / name).is_file())
+
+
+def _ids(directory: Path) -> dict[str, int]:
+    if (directory / _PREPARED).is_file():
+        roles = read_json(directory / _PREPARED).get("role_ids")
+        if not isinstance(roles, dict):
+            raise CheckpointError(f"{directory / _PREPARED} is damaged: it has no role_ids; copy it again")
+        wanted = {"bos_token_id": "eod", "eos_token_id": "eod", "pad_token_id": "pad"}
+        return {key: int(roles[role]) for key, role in wanted.items() if role in roles}
+    if not (directory / CONFIG).is_file():
+        return {}
+    tree = read_json(directory / CONFIG)
+    return {key: tree[key] for key in TOKENS if isinstance(tree.get(key), int)}

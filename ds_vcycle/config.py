@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -47,6 +48,18 @@ Grouping = Annotated[
 EmbeddingPolicy = Literal["lossless", "reference"]
 DepthPolicy = Literal["copy", "split", "first"]
 MomentPolicy = Literal["reset", "map"]
+
+
+def _no_fp16(value: object) -> object:
+    if value == "fp16":
+        raise ValueError(
+            "fp16 is refused: its loss scaler skips steps, so a phase's step count, learning rate and Adam's step "
+            "would no longer be functions of the position; use bf16 or fp32"
+        )
+    return value
+
+
+Precision = Annotated[Literal["fp32", "bf16"], BeforeValidator(_no_fp16)]
 
 
 class Section(BaseModel):
@@ -135,6 +148,7 @@ class LevelConfig(Section):
     tensor_parallel: int | None = Field(None, ge=1)
     zero_stage: int | None = Field(None, ge=0, le=3)
     micro_batch: int | None = Field(None, ge=1)
+    precision: Precision | None = None
     lr: float | None = Field(None, gt=0)
     steps: int | None = Field(None, ge=0, description="steps of each of the level's coarse or final phases")
     groupings: GroupingsConfig | None = Field(None, description="from the level above to this one")
@@ -253,7 +267,7 @@ class TrainingConfig(Section):
     global_batch: int = Field(ge=1, description="samples of one step")
     micro_batch: int = Field(ge=1, description="samples of one forward pass on one data-parallel rank")
     zero_stage: int = Field(1, ge=0, le=3)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = Field("fp32", description="of the weights computed with; the masters are always fp32")
     seed: int = Field(1234, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     init_from: Path | None = Field(
@@ -261,16 +275,6 @@ class TrainingConfig(Section):
         description="checkpoint or run directory that level 1 starts from instead of from the seed: its weights and, "
         "unless operators.moments=reset, Adam's moments and step if it has them",
     )
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _no_fp16(cls, value: object) -> object:
-        if value == "fp16":
-            raise ValueError(
-                "fp16 is refused: its loss scaler skips steps, so a phase's step count, learning rate and Adam's step "
-                "would no longer be functions of the position; use bf16 or fp32"
-            )
-        return value
 
 
 class Blend(Section):

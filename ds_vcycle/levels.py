@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ds_vcycle.config import ConfigError, GroupingsConfig, LevelConfig, ModelConfig, RunConfig
+from ds_vcycle.config import ConfigError, GroupingsConfig, LevelConfig, ModelConfig, Precision, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,7 @@ class Level:
     tensor_parallel: int
     zero_stage: int
     micro_batch: int
+    precision: Precision
     lr: float | None
     steps: int | None
     groupings: GroupingsConfig
@@ -73,6 +74,7 @@ def resolve_levels(config: RunConfig) -> tuple[Level, ...]:
                 tensor_parallel=override.tensor_parallel or config.model.tensor_parallel,
                 zero_stage=config.training.zero_stage if override.zero_stage is None else override.zero_stage,
                 micro_batch=override.micro_batch or config.training.micro_batch,
+                precision=override.precision or config.training.precision,
                 lr=override.lr,
                 steps=override.steps,
                 groupings=override.groupings or config.operators.groupings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_vcycle.config import parse_config
+from ds_vcycle.config import OperatorsConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.plan import plan_transition
 from ds_vcycle.schema import parameters
@@ -64,7 +64,7 @@ def levels_for(model, *, coarse, groupings=None, sizes=None):
 
 def plan_for(model, *, coarse, groupings=None, sizes=None, embedding="lossless", depth_residual="first"):
     fine, small = levels_for(model, coarse=coarse, groupings=groupings, sizes=sizes)
-    return plan_transition(fine, small, embedding=embedding, depth_residual=depth_residual)
+    return plan_transition(fine, small, OperatorsConfig(embedding=embedding, depth_residual=depth_residual))
 
 
 def random_weights(shape, *, seed, positive=False):

@@ -40,7 +40,7 @@ def lively_weights(shape, *, seed):
 def filled_model(level, weights, *, model, dtype=torch.float32):
     """The level's module with ``weights``."""
     config = config_for(model, coarse={}).model
-    module = build_model(level, config, precision="fp32", mesh=mesh_for(1), seed=None).to(dtype).eval()
+    module = build_model(level, config, mesh=mesh_for(1), seed=None).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])

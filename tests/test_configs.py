@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def test_every_file_plans_as_a_cycle_and_flat(name):
     assert flat.flops == plan.flat_flops
     assert json.loads(json.dumps(to_json(plan)))["flops"] == plan.flops
     assert all(len(line.rstrip()) <= 80 for line in printed(plan).splitlines())
+
+
+def test_precisions_are_shown_where_they_differ():
+    alike, unlike = (plan_of("demo_gpt.yaml", f"levels=[{{}},{{precision: {name}}}]") for name in ("fp32", "bf16"))
+    assert "precision" not in printed(alike)
+    assert "\nprecision: level 1 fp32, level 2 bf16\n" in printed(unlike)
+    assert [level["precision"] for level in to_json(unlike)["levels"]] == ["fp32", "bf16"]
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -113,7 +121,7 @@ def test_planned_parameter_counts_are_those_of_the_built_models(name, overrides)
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(1)
     for level, planned in zip(resolve_levels(config), overview(config).levels, strict=True):
-        module = build_model(level, config.model, precision="bf16", mesh=mesh, seed=None)
+        module = build_model(replace(level, precision="bf16"), config.model, mesh=mesh, seed=None)
         assert sum(parameter.numel() for parameter in module.parameters()) == planned.parameters
         del module
 

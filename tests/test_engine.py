@@ -106,6 +106,18 @@ def test_impossible_accumulation_is_an_error(stage: int, precision: str, dtype: 
         told(config_with({"data_types": {"grad_accum_dtype": dtype}}, stage=stage, precision=precision))
 
 
+def test_a_levels_own_precision_is_what_deepspeed_is_told() -> None:
+    both = {"levels": [{}, {"precision": "fp32"}], "cycle": {"kind": "V"}}
+    config = config_with({"data_types": {"grad_accum_dtype": "fp32"}}, **both)
+    told_of = [deepspeed_config(level, config, 1)["bf16"] for level in resolve_levels(config)]
+    assert told_of == [{"enabled": True}, {"enabled": False}]
+    config = config_with({"data_types": {"grad_accum_dtype": "bf16"}}, **both)
+    fine, coarse = resolve_levels(config)
+    deepspeed_config(fine, config, 1)
+    with pytest.raises(ConfigError, match=r"grad_accum_dtype=bf16 does not go with precision=fp32 .* of level 2"):
+        deepspeed_config(coarse, config, 1)
+
+
 def test_deepspeed_does_not_clip_at_stage_zero() -> None:
     assert told(config_with({}, stage=0))["gradient_clipping"] == 0.0
 

@@ -39,7 +39,7 @@ def build(name):
     config = parse_config(tree)
     (level,) = resolve_levels(config)
     parallel.init_distributed("cpu")
-    module = build_model(level, config.model, precision="fp32", mesh=parallel.mesh_for(1), seed=1)
+    module = build_model(level, config.model, mesh=parallel.mesh_for(1), seed=1)
     return level.shape, module, predicted_positions(level.shape, config.data.mask_probability)
 
 

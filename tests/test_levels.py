@@ -55,6 +55,21 @@ def test_overrides_hold_for_their_level_and_halving_goes_on_from_them() -> None:
     assert [sizes(level) for level in found[1:]] == [(6, 48, 6, 6, 12, 100), (3, 32, 3, 3, 12, 50)]
 
 
+def test_precision_of_a_level_defaults_to_the_runs_and_fp16_is_refused() -> None:
+    assert [level.precision for level in levels({}, {"precision": "bf16"}, {})] == ["fp32", "bf16", "fp32"]
+    tree = {
+        "model": MODEL,
+        "levels": [{"precision": "fp32"}, {}],
+        "training": {"global_batch": 4, "micro_batch": 4, "precision": "bf16"},
+        "data": {"path": "unused"},
+    }
+    assert [level.precision for level in resolve_levels(parse_config(tree))] == ["fp32", "bf16"]
+    with pytest.raises(ConfigError, match=r"levels\.1\.precision: fp16 is refused: its loss .* use bf16 or fp32"):
+        levels({}, {"precision": "fp16"})
+    with pytest.raises(ConfigError, match=r"levels\.1\.precision='fp8': should be 'fp32' or 'bf16'"):
+        levels({}, {"precision": "fp8"})
+
+
 def test_layout_and_training_of_a_level_default_to_the_run() -> None:
     first, second = levels({}, {"tensor_parallel": 1, "zero_stage": 0, "micro_batch": 8, "lr": 0.5, "steps": 0},
                            tensor_parallel=2)  # fmt: skip

@@ -23,7 +23,8 @@ def built(precision: str = "fp32", **options: Any) -> tuple[Any, Any]:
     mesh = parallel.mesh_for(1)
     parallel.seed_ranks(1, mesh)
     level, model = tiny(1, init_std=0.2, **options)
-    return level, build_model(level, model, precision=precision, mesh=mesh, seed=3)
+    level = dataclasses.replace(level, precision=precision)
+    return level, build_model(level, model, mesh=mesh, seed=3)
 
 
 def visibility() -> dict[str, Any]:
@@ -124,12 +125,12 @@ def refused() -> list[str]:
     for options in cases:
         level, model = tiny(1, **options)
         try:
-            build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+            build_model(level, model, mesh=mesh, seed=1)
             messages.append("accepted")
         except ConfigError as error:
             messages.append(str(error))
     level, model = tiny(1, megatron={"softmax_scale": 0.5})
-    scaled: Any = build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+    scaled: Any = build_model(level, model, mesh=mesh, seed=1)
     messages.append(str(scaled.decoder.layers[0].self_attention.core_attention.scale))
     return messages
 
@@ -165,7 +166,7 @@ def activations() -> dict[str, list[torch.Tensor]]:
         "fused": {"activation": "gelu_tanh", "megatron": {"bias_activation_fusion": True}},
     }.items():
         level, model = tiny(1, architecture="bert", **options)
-        module: Any = build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+        module: Any = build_model(level, model, mesh=mesh, seed=1)
         with torch.no_grad():
             found[key] = [module.encoder.layers[0].mlp(x)[0], module.lm_head(x)]
     return found

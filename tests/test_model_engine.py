@@ -33,7 +33,7 @@ def curves(cases: list[tuple[int, dict[str, Any]]]) -> list[dict[int, list[float
             level, model = tiny(tp, zero_stage=stage, **options)
             mesh = parallel.mesh_for(tp)
             parallel.seed_ranks(1, mesh)
-            module = build_model(level, model, precision="fp32", mesh=mesh, seed=4)
+            module = build_model(level, model, mesh=mesh, seed=4)
             engine = build_engine(module, level, config, mesh)
             set_lr(engine, 1e-2)
             losses[stage] = [train_step(engine, batch_for(level, samples=2, seed=mesh.dp_rank)) for _ in range(4)]

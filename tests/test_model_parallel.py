@@ -51,7 +51,7 @@ def outcome(tp: int, options: dict[str, Any]) -> dict[str, Any]:
     level, model = tiny(tp, **options)
     mesh = parallel.mesh_for(tp)
     parallel.seed_ranks(1, mesh)
-    module = build_model(level, model, precision="fp32", mesh=mesh, seed=11)
+    module = build_model(level, model, mesh=mesh, seed=11)
     weight = {name: p.detach().clone() for name, p in module.named_parameters()}
     lm_sum, order_sum = module(**batch_for(level))
     ((lm_sum + 2 * order_sum) / 10).backward()
@@ -85,7 +85,7 @@ def with_dropout() -> dict[str, Any]:
     mesh = parallel.mesh_for(2)
     parallel.seed_ranks(3, mesh)
     level, model = tiny(2, dropout=0.3, attention_dropout=0.3)
-    module: Any = build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+    module: Any = build_model(level, model, mesh=mesh, seed=1)
     tokens = batch_for(level)["tokens"]
     embedded = module.embedding(input_ids=tokens, position_ids=torch.arange(16)[None])
     hidden = module.decoder(hidden_states=embedded, attention_mask=None)
@@ -109,7 +109,7 @@ def recomputed(tp: int, options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("none", "selective", "full"):
         level, model = tiny(tp, dropout=0.2, attention_dropout=0.2, recompute=kind, **options)
-        module: Any = build_model(level, model, precision="fp32", mesh=mesh, seed=1)
+        module: Any = build_model(level, model, mesh=mesh, seed=1)
         calls: list[int] = []
         for layer in module.modules():
             if isinstance(layer, CoreAttention):

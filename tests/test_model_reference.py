@@ -26,7 +26,7 @@ def randomized(options: dict[str, Any]) -> tuple[Any, Any, dict[str, torch.Tenso
     """A built level with every parameter random (norms and biases too), and its weights without pad rows."""
     parallel.init_distributed("cpu")
     level, model = tiny(1, **options)
-    module = build_model(level, model, precision="fp32", mesh=parallel.mesh_for(1), seed=None)
+    module = build_model(level, model, mesh=parallel.mesh_for(1), seed=None)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in module.parameters():

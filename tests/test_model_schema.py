@@ -47,11 +47,11 @@ def described(tp: int, cases: list[dict[str, Any]]) -> list[tuple[list[Row], lis
     for options in cases:
         level, model = tiny(tp, **options)
         schema: list[Row] = [(p.name, p.local_shape(tp), p.tp_dim, p.tp_stride) for p in parameters(level.shape)]
-        config = transformer_config(level, model, precision="fp32", mesh=mesh, transformer_engine=False)
+        config = transformer_config(level, model, mesh=mesh, transformer_engine=False)
         config = dataclasses.replace(config, perform_initialization=True)
         architecture = Gpt if level.shape.architecture == "gpt" else Bert
         megatron = architecture(config, block_spec(level.shape, transformer_engine=False), level.shape, mesh)
-        ours = build_model(level, model, precision="fp32", mesh=mesh, seed=None)
+        ours = build_model(level, model, mesh=mesh, seed=None)
         found.append((schema, rows(megatron), rows(ours)))
     return found
 

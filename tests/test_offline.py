@@ -56,8 +56,7 @@ def _config(name: str) -> RunConfig:
 
 def _plan(config: RunConfig) -> TransitionPlan:
     fine, coarse = resolve_levels(config)
-    operators = config.operators
-    return plan_transition(fine, coarse, embedding=operators.embedding, depth_residual=operators.depth_residual)
+    return plan_transition(fine, coarse, config.operators)
 
 
 def _random(shape: ModelShape, seed: int) -> Wholes:

@@ -156,6 +156,41 @@ def test_random_states_of_another_degree_are_not_taken(
     assert warned == seeded
 
 
+# (settings of the configuration that goes on, how the refusal begins if there is one)
+NEWER: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"cycle.park": "disk", "operators.kernels": "torch", "evaluation.transitions": False}, None),
+    ({"levels": [{}, {"micro_batch": 1}]}, None),
+    ({"levels": [{"precision": "bf16"}, {}]}, "levels.0.precision is None in the run and 'bf16' in the configuration"),
+    ({"model.init_std": 0.1}, "model.init_std is 0.02 in the run and 0.1 in the configuration"),
+    ({"data.seed": 5}, "data.seed is 1234 in the run and 5 in the configuration"),
+]
+
+
+@pytest.mark.parametrize(("changes", "refused"), NEWER)
+def test_keys_that_a_checkpoint_is_too_old_for_have_their_defaults(
+    tmp_path: Path, changes: dict[str, Any], refused: str | None
+) -> None:
+    levels = {"levels": [{}, {}]}
+    config, wanted = tiny_run(tmp_path / "run", changes=levels), tiny_run(tmp_path / "run", changes=levels | changes)
+    state = run_state(config, expand(config), Position())
+    tree = state["config"]
+    newer = [
+        (tree, "optimizer"), (tree["cycle"], "park"), (tree["operators"], "kernels"), (tree["data"], "seed"),
+        (tree["evaluation"], "transitions"), (tree["lr"], "rewarmup_steps"), (tree["model"], "init_std"),
+        *((level, "precision") for level in tree["levels"]),
+    ]  # fmt: skip
+    for section, key in newer:
+        del section[key]
+    save_simulated(tmp_path / "step-00000001", local_shards(1), state=state)
+    with open_checkpoint(tmp_path / "step-00000001") as checkpoint:
+        if refused is None:
+            check_resumable(checkpoint, wanted, expand(wanted))
+        else:
+            with pytest.raises(CheckpointError, match=refused + "; resume with the configuration it was saved with"):
+                check_resumable(checkpoint, wanted, expand(wanted))
+
+
 # (groupings, what changes, how the refusal begins if there is one)
 DEGREES: list[tuple[dict[str, str], dict[str, Any], str | None]] = [
     (

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from ds_vcycle.config import parse_config
+from ds_vcycle.config import OperatorsConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators import apply
 from ds_vcycle.operators.plan import plan_transition
@@ -125,7 +125,7 @@ def _random(shape, quantity: str, seed: int) -> dict[str, torch.Tensor]:
 
 def _check(case: dict) -> None:
     fine, coarse = _levels(case)
-    plan = plan_transition(fine, coarse, depth_residual=case["depth"])
+    plan = plan_transition(fine, coarse, OperatorsConfig(depth_residual=case["depth"]))
     geometry = Geometry(
         plan=plan,
         fine=_layout(case, case["fine_tp"], case["fine_stage"]),

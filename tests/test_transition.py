@@ -26,7 +26,29 @@ SPLIT = {"operators.depth_residual": "split", "operators.embedding": "reference"
 ROUND = {"deepspeed": {"zero_optimization": {"round_robin_gradients": True}}}
 TP_2 = {"tensor_parallel": 2, "zero_stage": 1}
 SUB_GROUPS = {"deepspeed": {"zero_optimization": {"sub_group_size": 500}}}
+ALIGNED = {"deepspeed": {"zero_optimization": {"parameter_alignment": True}}}
+SUMMED = {"deepspeed": {"data_types": {"grad_accum_dtype": "fp32"}}}
 UNTIED = {"model.tied_embeddings": False, "operators.depth_residual": "split"}
+
+
+# (fine level: architecture, TP, ZeRO stage, precision; the coarse one's overrides; further settings): the coarse level
+# has the other precision, and mostly another layout
+UNLIKE_PRECISIONS: list[tuple[str, int, int, str, dict[str, Any], dict[str, Any]]] = [
+    ("gpt", 1, 0, "fp32", {"zero_stage": 0}, {}),
+    ("gpt", 2, 1, "bf16", {"zero_stage": 3, "tensor_parallel": 1}, {}),
+    ("bert", 1, 2, "fp32", TP_2, ROUND),
+    ("gpt", 1, 3, "bf16", {"zero_stage": 0, "micro_batch": 1}, SUB_GROUPS),
+    ("bert", 2, 2, "bf16", {"zero_stage": 2}, {}),
+    ("gpt", 2, 3, "fp32", {"zero_stage": 3}, STACKED),
+    ("gpt", 1, 1, "fp32", {"zero_stage": 2}, ALIGNED),  # to 16 bytes: other places for another precision
+    ("bert", 1, 1, "bf16", {"zero_stage": 1}, SUMMED),  # DeepSpeed's other optimizer class at the bf16 level only
+]
+
+
+def _unlike(architecture: str, tp: int, stage: int, precision: str, coarse: dict[str, Any], more: Any) -> Any:
+    coarse = {"precision": "fp32" if precision == "bf16" else "bf16", **coarse}
+    name = f"-over-{coarse['precision']}-zero{coarse['zero_stage']}-unlike"
+    return _case(architecture, tp, stage, precision, {"levels": [{}, coarse], **more}, name)
 
 
 def _case(architecture: str, tp: int, stage: int, precision: str, changes: dict[str, Any], name: str = "") -> Any:
@@ -46,11 +68,7 @@ CASES: dict[str, Any] = dict(
         _case("gpt", 2, 3, "fp32", STACKED, "-stacked"),
         _case("gpt", 1, 1, "fp32", UNEQUAL, "-unequal"),
         _case("gpt", 1, 3, "bf16", UNTIED, "-untied"),
-        _case("gpt", 2, 1, "fp32", {"levels": [{}, {"tensor_parallel": 1, "zero_stage": 3}]}, "-unlike"),
-        _case(
-            "bert", 1, 2, "bf16", {"levels": [{}, {"tensor_parallel": 2, "zero_stage": 1}], **ROUND}, "-round-unlike"
-        ),
-        _case("gpt", 1, 3, "fp32", {"levels": [{}, {"zero_stage": 0}], **SUB_GROUPS}, "-sub-groups-unlike"),
+        *itertools.starmap(_unlike, UNLIKE_PRECISIONS),
     ]
 )
 PRODUCT: dict[str, Any] = dict(

@@ -147,10 +147,7 @@ def plan_between(
         UserError: a checkpoint holds another model, or the two levels cannot be mapped.
     """
     levels = resolve_levels(config)
-    operators = config.operators
     require_shape(fine, levels[index - 1].shape, whose=f"level {index}")
     if coarse is not None:
         require_shape(coarse, levels[index].shape, whose=f"level {index + 1}")
-    return plan_transition(
-        levels[index - 1], levels[index], embedding=operators.embedding, depth_residual=operators.depth_residual
-    )
+    return plan_transition(levels[index - 1], levels[index], config.operators)

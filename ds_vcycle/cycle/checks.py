@@ -76,8 +76,7 @@ def check_models(plan: RunPlan, meshes: Mapping[int, Mesh]) -> None:
     for level in plan.levels:
         mesh = meshes[level.tensor_parallel]
         engine = uses_transformer_engine(config.model, mesh)
-        precision = config.training.precision
-        transformer_config(level, config.model, precision=precision, mesh=mesh, transformer_engine=engine)
+        transformer_config(level, config.model, mesh=mesh, transformer_engine=engine)
         check_settings(level, config, mesh)
 
 
@@ -103,11 +102,5 @@ def _paths(config: RunConfig) -> str:
 
 
 def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase]) -> dict[int, TransitionPlan]:
-    operators = config.operators
     fine_levels = {phase.fine for phase in phases if isinstance(phase, Coalesce | Refine)}
-    return {
-        fine: plan_transition(
-            levels[fine - 1], levels[fine], embedding=operators.embedding, depth_residual=operators.depth_residual
-        )
-        for fine in sorted(fine_levels)
-    }
+    return {fine: plan_transition(levels[fine - 1], levels[fine], config.operators) for fine in sorted(fine_levels)}

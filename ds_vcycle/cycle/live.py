@@ -352,7 +352,7 @@ class LiveRun:
         if mesh is not self.mesh:  # other ranks than before must draw the same dropout now
             seed_ranks(config.training.seed + 1 + self.position.phase, mesh)
         self.mesh = mesh
-        model = build_model(level, config.model, precision=config.training.precision, mesh=self.mesh, seed=seed)
+        model = build_model(level, config.model, mesh=self.mesh, seed=seed)
         return build_engine(model, level, config, self.mesh)
 
     def _release(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_vcycle.config import Grouping, RunConfig
+from ds_vcycle.config import Grouping, Precision, RunConfig
 from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.axes import plan_axes
@@ -39,6 +39,7 @@ class LevelOverview:
     tensor_parallel: int
     zero_stage: int
     micro_batch: int
+    precision: Precision
     data_parallel: int | None
     micro_batches: int | None
     step_flops: int
@@ -182,6 +183,7 @@ def _level(level: Level, config: RunConfig, cost: Flops, ranks: int | None) -> L
         tensor_parallel=level.tensor_parallel,
         zero_stage=level.zero_stage,
         micro_batch=level.micro_batch,
+        precision=level.precision,
         data_parallel=dp[0] if dp else None,
         micro_batches=dp[1] if dp else None,
         step_flops=cost.total,
@@ -196,12 +198,7 @@ def _transitions(
     pairs = sorted({phase.fine for phase in phases if not isinstance(phase, Train)})
     rows = []
     for fine in pairs:
-        plan = plan_axes(
-            levels[fine - 1],
-            levels[fine],
-            embedding=config.operators.embedding,
-            depth_residual=config.operators.depth_residual,
-        )
+        plan = plan_axes(levels[fine - 1], levels[fine], config.operators)
         groupings = levels[fine].groupings
         rows.append(
             TransitionOverview(

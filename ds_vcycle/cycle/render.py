@@ -23,6 +23,9 @@ def render(plan: Overview, console: Console) -> None:
     )
     console.print()
     console.print(_level_table(plan))
+    if len({level.precision for level in plan.levels}) > 1:
+        own = ", ".join(f"level {level.index} {level.precision}" for level in plan.levels)
+        console.print(f"precision: {own}", highlight=False)
     console.print()
     for transition in plan.transitions:
         _render_transition(transition, console)

@@ -24,8 +24,11 @@ _FREE = (
 def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[Phase]) -> None:
     """Refuse to go on under another configuration than the checkpoint's.
 
+    A key that the checkpoint's version did not have yet has its default there.
+
     Raises:
         CheckpointError: names the first key or phase that differs, both values, and the remedy.
+        ConfigError: the checkpoint records a key that this version does not have.
     """
     state = checkpoint.state
     if "position" not in state:
@@ -39,27 +42,22 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
     difference = first_difference(from_records(state["phases"]), phases)
     if difference:
         raise CheckpointError(f"{checkpoint.directory}: {difference}; {remedy}")
-    recorded, wanted = (_flat(tree) for tree in (state["config"], config.model_dump(mode="json")))
-    for key in sorted(recorded.keys() | wanted.keys()):
-        if recorded.get(key) != wanted.get(key) and not any(fnmatchcase(key, pattern) for pattern in _FREE):
+    recorded = parse_config(state["config"], source=str(checkpoint.directory))
+    before, wanted = (_flat(tree.model_dump(mode="json")) for tree in (recorded, config))
+    for key in sorted(before.keys() | wanted.keys()):
+        if before.get(key) != wanted.get(key) and not any(fnmatchcase(key, pattern) for pattern in _FREE):
             raise CheckpointError(
-                f"{checkpoint.directory}: {key} is {recorded.get(key)!r} in the run and {wanted.get(key)!r} in the "
+                f"{checkpoint.directory}: {key} is {before.get(key)!r} in the run and {wanted.get(key)!r} in the "
                 f"configuration; {remedy}"
             )
-    _check_groups(checkpoint, parse_config(state["config"], source=str(checkpoint.directory)), config)
+    _check_groups(checkpoint, recorded, config)
 
 
 def _check_groups(checkpoint: Checkpoint, recorded: RunConfig, config: RunConfig) -> None:
     """Refuse another tensor-parallel degree where ``local_stack`` would then group other indices together."""
     before, after = resolve_levels(recorded), resolve_levels(config)
     for index in range(1, len(before)):
-        maps = [
-            plan_axes(
-                levels[index - 1], levels[index],
-                embedding=config.operators.embedding, depth_residual=config.operators.depth_residual,
-            ).axes
-            for levels in (before, after)
-        ]  # fmt: skip
+        maps = [plan_axes(levels[index - 1], levels[index], config.operators).axes for levels in (before, after)]
         for axis in maps[0]:
             if maps[0][axis] != maps[1][axis]:
                 was, now = before[index - 1].tensor_parallel, after[index - 1].tensor_parallel

@@ -18,13 +18,12 @@ from ds_vcycle.parallel import Mesh, mesh_for
 from ds_vcycle.schema import Parameter, parameters
 
 
-def build_model(level: Level, model: ModelConfig, *, precision: str, mesh: Mesh, seed: int | None) -> torch.nn.Module:
+def build_model(level: Level, model: ModelConfig, *, mesh: Mesh, seed: int | None) -> torch.nn.Module:
     """Build a level on ``mesh``.
 
     Args:
-        level: its shape and tensor-parallel degree.
+        level: its shape, tensor-parallel degree and precision, the parameters' dtype.
         model: the options that are the same at every level.
-        precision: ``"fp32"`` or ``"bf16"``, the parameters' dtype.
         mesh: of degree ``level.tensor_parallel``.
         seed: of the initial weights, or None: zeros, to be filled by a transition or from a checkpoint.
 
@@ -38,14 +37,14 @@ def build_model(level: Level, model: ModelConfig, *, precision: str, mesh: Mesh,
     assert mesh.tp_size == level.tensor_parallel and mesh_for(mesh.tp_size) is mesh
     shape = level.shape
     transformer_engine = uses_transformer_engine(model, mesh)
-    config = transformer_config(level, model, precision=precision, mesh=mesh, transformer_engine=transformer_engine)
+    config = transformer_config(level, model, mesh=mesh, transformer_engine=transformer_engine)
     spec = block_spec(shape, transformer_engine=transformer_engine)
     architecture: type[Gpt] | type[Bert] = Gpt if shape.architecture == "gpt" else Bert
     module: torch.nn.Module = architecture(config, spec, shape, mesh)
     table = parameters(shape)
     _check_table(module, table, mesh.tp_size)
     _mark_parallel(module, table, mesh)
-    module.to(device=mesh.device, dtype=DTYPES[precision])
+    module.to(device=mesh.device, dtype=DTYPES[level.precision])
     if seed is None:
         for parameter in module.parameters():
             torch.nn.init.zeros_(parameter)

@@ -87,9 +87,7 @@ _REASONS = {
 }
 
 
-def transformer_config(
-    level: Level, model: ModelConfig, *, precision: str, mesh: Mesh, transformer_engine: bool
-) -> TransformerConfig:
+def transformer_config(level: Level, model: ModelConfig, *, mesh: Mesh, transformer_engine: bool) -> TransformerConfig:
     """Megatron's configuration of one level.
 
     Raises:
@@ -101,15 +99,13 @@ def transformer_config(
     _check_recomputed_norms(model)
     extra = _checked_extra(model.megatron, transformer_engine)
     try:
-        return TransformerConfig(**_from_ours(level, model, precision, mesh, transformer_engine) | extra)
+        return TransformerConfig(**_from_ours(level, model, mesh, transformer_engine) | extra)
     except (ValueError, AssertionError, TypeError) as error:
         given = ", ".join(f"model.megatron.{key}={value!r}" for key, value in model.megatron.items())
         raise ConfigError(f"Megatron refuses this model ({given or 'no model.megatron keys'}): {error}") from error
 
 
-def _from_ours(
-    level: Level, model: ModelConfig, precision: str, mesh: Mesh, transformer_engine: bool
-) -> dict[str, Any]:
+def _from_ours(level: Level, model: ModelConfig, mesh: Mesh, transformer_engine: bool) -> dict[str, Any]:
     shape = level.shape
     recompute: dict[str, Any] = {"none": {}, "selective": {"recompute_granularity": "selective"}}.get(
         model.recompute,
@@ -134,8 +130,8 @@ def _from_ours(
         "tensor_model_parallel_size": mesh.tp_size,
         "sequence_parallel": model.sequence_parallel and mesh.tp_size > 1,
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
-        "params_dtype": DTYPES[precision],
-        "bf16": precision == "bf16",
+        "params_dtype": DTYPES[level.precision],
+        "bf16": level.precision == "bf16",
         "use_cpu_initialization": True,
         "perform_initialization": False,  # initial.py's does not depend on the layout
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_vcycle.config import DepthPolicy, EmbeddingPolicy
+from ds_vcycle.config import OperatorsConfig
 from ds_vcycle.levels import Level, ModelShape
 from ds_vcycle.operators.maps import AxisMap, PlanError, axis_map
 
@@ -23,8 +23,8 @@ class AxisPlan:
     notes: tuple[str, ...]
 
 
-def plan_axes(fine: Level, coarse: Level, *, embedding: EmbeddingPolicy, depth_residual: DepthPolicy) -> AxisPlan:
-    """Map the axes of two adjacent levels.
+def plan_axes(fine: Level, coarse: Level, operators: OperatorsConfig) -> AxisPlan:
+    """Map the axes of two adjacent levels (see :func:`ds_vcycle.operators.plan.plan_transition`).
 
     Raises:
         PlanError: shapes that cannot be mapped, a grouping that is no partition, or a policy refused for the model.
@@ -32,17 +32,17 @@ def plan_axes(fine: Level, coarse: Level, *, embedding: EmbeddingPolicy, depth_r
     _check_shapes(fine.shape, coarse.shape)
     axes = _axis_maps(fine, coarse)
     pre = fine.shape.norm_placement == "pre"
-    if pre and embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
+    if pre and operators.embedding == "reference" and not fine.shape.tied_embeddings and axes["hidden"].merges:
         raise PlanError(
             "operators.embedding=reference with model.tied_embeddings=false on a pre-LN model: nothing would undo the "
             "scaling of the embeddings; use operators.embedding=lossless"
         )
-    if not pre and depth_residual == "split" and axes["layer"].merges:
+    if not pre and operators.depth_residual == "split" and axes["layer"].merges:
         raise PlanError(
             "operators.depth_residual=split on a post-LN model (model.norm_placement=post): the norm after each branch "
             "acts again in every copied layer, however little a branch adds; use operators.depth_residual=first or copy"
         )
-    notes = _losses(axes, embedding, depth_residual, pre=pre)
+    notes = _losses(axes, operators, pre=pre)
     return AxisPlan(axes=axes, lossless=not notes, notes=notes)
 
 
@@ -74,12 +74,10 @@ def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
     }
 
 
-def _losses(
-    axes: Mapping[str, AxisMap], embedding: EmbeddingPolicy, policy: DepthPolicy, *, pre: bool
-) -> tuple[str, ...]:
+def _losses(axes: Mapping[str, AxisMap], operators: OperatorsConfig, *, pre: bool) -> tuple[str, ...]:
     """Why de-coalescing changes the coarse model's function; nothing if it keeps it."""
-    notes = []
-    if pre and axes["hidden"].merges and embedding == "reference":
+    notes, policy = [], operators.depth_residual
+    if pre and axes["hidden"].merges and operators.embedding == "reference":
         notes.append("embedding=reference changes the logits of a pre-LN model; lossless keeps them")
     if len(set(axes["hidden"].sizes)) > 1:
         notes.append("unequal hidden groups change the norms' mean and variance")

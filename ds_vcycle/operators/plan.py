@@ -13,13 +13,14 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ds_vcycle.config import DepthPolicy, EmbeddingPolicy
+from ds_vcycle.config import DepthPolicy, OperatorsConfig
 from ds_vcycle.levels import Level
 from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.operators.maps import AxisMap
 from ds_vcycle.schema import Dim, Parameter, Role, parameters
 
 Index = npt.NDArray[np.int64]
+_DEFAULTS = OperatorsConfig()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,25 +79,28 @@ class TransitionPlan:
     notes: tuple[str, ...]
 
 
-def plan_transition(
-    fine: Level, coarse: Level, *, embedding: EmbeddingPolicy = "lossless", depth_residual: DepthPolicy = "first"
-) -> TransitionPlan:
+def plan_transition(fine: Level, coarse: Level, operators: OperatorsConfig = _DEFAULTS) -> TransitionPlan:
     """Plan the transition between two adjacent levels (both directions use the same plan).
+
+    Args:
+        fine: the larger level.
+        coarse: the smaller one, whose groupings hold.
+        operators: whose policies hold; the blend and the moments do not matter here.
 
     Raises:
         PlanError: shapes that cannot be mapped, a grouping that is no partition, or a policy refused for the model.
     """
-    mapping = plan_axes(fine, coarse, embedding=embedding, depth_residual=depth_residual)
+    mapping = plan_axes(fine, coarse, operators)
     axes = mapping.axes
     fine_by_template: dict[str, list[Parameter]] = {}
-    for parameter in parameters(fine.shape, embedding):
+    for parameter in parameters(fine.shape, operators.embedding):
         fine_by_template.setdefault(parameter.template, []).append(parameter)
     layer_groups = axes["layer"].groups
     maps = []
-    for target in parameters(coarse.shape, embedding):
+    for target in parameters(coarse.shape, operators.embedding):
         members = layer_groups[target.layer] if target.layer is not None else (0,)
         children = [fine_by_template[target.template][member] for member in members]
-        maps.append(_parameter_map(target, children, axes, depth_residual))
+        maps.append(_parameter_map(target, children, axes, operators.depth_residual))
     mapped = sum(len(item.children) for item in maps)
     assert mapped == sum(map(len, fine_by_template.values())), "a fine parameter has no coarse parent"
     return TransitionPlan(

@@ -62,7 +62,7 @@ def layout_of(level: Level, config: RunConfig, world_size: int) -> Layout:
     """
     zero = config.deepspeed.get("zero_optimization") or {}
     flat_groups = level.zero_stage in (1, 2) and not separate_bf16_optimizer(level, config)
-    element = _BYTES[config.training.precision]
+    element = _BYTES[level.precision]
     aligned = flat_groups and bool(zero.get("parameter_alignment", False))
     return Layout(
         world_size=world_size,
@@ -76,7 +76,7 @@ def layout_of(level: Level, config: RunConfig, world_size: int) -> Layout:
 def separate_bf16_optimizer(level: Level, config: RunConfig) -> bool:
     """Whether DeepSpeed picks its BF16_Optimizer: ZeRO 1, bf16, and ``data_types.grad_accum_dtype: fp32``."""
     accumulation = (config.deepspeed.get("data_types") or {}).get("grad_accum_dtype")
-    return level.zero_stage == 1 and config.training.precision == "bf16" and accumulation == "fp32"
+    return level.zero_stage == 1 and level.precision == "bf16" and accumulation == "fp32"
 
 
 def weight_decays(parameter: Parameter) -> bool:

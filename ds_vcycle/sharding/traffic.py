@@ -38,8 +38,7 @@ class ParameterTraffic:
 
 def transition_traffic(config: RunConfig, fine: Level, coarse: Level, ranks: int) -> tuple[ParameterTraffic, ...]:
     """The traffic between two adjacent levels of a run on ``ranks`` ranks."""
-    operators = config.operators
-    plan = plan_transition(fine, coarse, embedding=operators.embedding, depth_residual=operators.depth_residual)
+    plan = plan_transition(fine, coarse, config.operators)
     layouts = {"fine": layout_of(fine, config, ranks), "coarse": layout_of(coarse, config, ranks)}
     return traffic(Geometry(plan=plan, **layouts))
 

@@ -90,7 +90,7 @@ def deepspeed_config(level: Level, config: RunConfig, world_size: int) -> dict[s
         "train_micro_batch_size_per_gpu": level.micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optimizer.grad_clip if level.zero_stage else 0.0,
-        "bf16": {"enabled": config.training.precision == "bf16"},
+        "bf16": {"enabled": level.precision == "bf16"},
         "zero_optimization": {**(extras.get("zero_optimization") or {}), "stage": level.zero_stage},
     }
 
@@ -121,10 +121,10 @@ def _check_data_types(level: Level, config: RunConfig) -> None:
             raise ConfigError(f"deepspeed.data_types.{key} is set from training.precision; remove it")
         if value not in ("fp32", "bf16"):
             raise ConfigError(f"deepspeed.data_types.grad_accum_dtype={value!r}: expected fp32 or bf16")
-        if value != config.training.precision and (value == "bf16" or level.zero_stage == 0):
+        if value != level.precision and (value == "bf16" or level.zero_stage == 0):
             raise ConfigError(
-                f"deepspeed.data_types.grad_accum_dtype={value} does not go with training.precision="
-                f"{config.training.precision} and zero_stage={level.zero_stage} (level {level.index}); "
+                f"deepspeed.data_types.grad_accum_dtype={value} does not go with precision={level.precision} and "
+                f"zero_stage={level.zero_stage} of level {level.index}; "
                 "remove it, or accumulate bf16 gradients in fp32 with zero_stage 1 to 3"
             )
 

@@ -87,7 +87,7 @@ def _ours(options: argparse.Namespace) -> Step:
     (level,) = resolve_levels(config)
     mesh = parallel.mesh_for(1)
     parallel.seed_ranks(1, mesh)
-    module = build_model(level, config.model, precision=options.precision, mesh=mesh, seed=1)
+    module = build_model(level, config.model, mesh=mesh, seed=1)
     engine = build_engine(module, level, config, mesh)
     set_lr(engine, 1e-4)
     weights = torch.ones(options.batch, options.sequence, device=mesh.device)

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ds_vcycle.config import DepthPolicy, EmbeddingPolicy, RunConfig, load_config
+from ds_vcycle.config import DepthPolicy, EmbeddingPolicy, OperatorsConfig, RunConfig, load_config
 from ds_vcycle.cycle.checks import RunPlan, check_run
 from ds_vcycle.cycle.schedule import Train
 from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters, refine_into, stage_down, stage_up
@@ -70,13 +70,14 @@ class _Bench:
 
     def engine(self, level: Level, seed: int | None = None) -> Engine:
         config = self.plan.config
-        model = build_model(level, config.model, precision=config.training.precision, mesh=self.mesh, seed=seed)
+        model = build_model(level, config.model, mesh=self.mesh, seed=seed)
         return build_engine(model, level, config, self.mesh)
 
     def geometry(self, embedding: EmbeddingPolicy, depth: DepthPolicy) -> Geometry:
         fine, coarse = self.plan.levels
         layouts = {"fine": layout_of(fine, self.plan.config, 1), "coarse": layout_of(coarse, self.plan.config, 1)}
-        return Geometry(plan=plan_transition(fine, coarse, embedding=embedding, depth_residual=depth), **layouts)
+        policies = OperatorsConfig(embedding=embedding, depth_residual=depth)
+        return Geometry(plan=plan_transition(fine, coarse, policies), **layouts)
 
     def train(self, engine: Engine, phase: Train, first: int) -> None:
         """All steps of a phase, on the samples from step ``first`` of the run on."""

@@ -64,11 +64,8 @@ class Setting:
     def engine(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; from here on the mesh is the level's."""
         self.mesh = mesh_for(level.tensor_parallel)
-        precision = self.config.training.precision
-        return build_engine(
-            build_model(level, self.config.model, precision=precision, mesh=self.mesh, seed=seed),
-            level, self.config, self.mesh,
-        )  # fmt: skip
+        model = build_model(level, self.config.model, mesh=self.mesh, seed=seed)
+        return build_engine(model, level, self.config, self.mesh)
 
     def train(self, engine: Engine, level: Level, first: int, steps: int) -> None:
         settings, mesh = self.config.training, self.mesh
@@ -126,7 +123,7 @@ class Setting:
 
     def pushed(self, what: str, engine: Engine, level: Level, masters: Whole) -> None:
         """The weights computed with are the masters, rounded."""
-        dtype = torch.bfloat16 if self.config.training.precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if level.precision == "bf16" else torch.float32
         wanted = {
             p.name: local_slice(p, masters[p.name], self.mesh.tp_size, self.mesh.tp_rank).to(dtype).float()
             for p in parameters(level.shape)
@@ -138,8 +135,7 @@ def round_trip(config: RunConfig) -> dict[str, Any]:
     """Down and up on live engines; every difference from the whole-tensor operators, and what crossed ranks."""
     init_distributed("cpu")
     fine, coarse = resolve_levels(config)[:2]
-    operators = config.operators
-    plan = plan_transition(fine, coarse, embedding=operators.embedding, depth_residual=operators.depth_residual)
+    plan = plan_transition(fine, coarse, config.operators)
     case = Setting(
         config=config, mesh=mesh_for(fine.tensor_parallel), fine=fine, coarse=coarse, plan=plan,
         training=open_samples(config.data, config.model, "train"),

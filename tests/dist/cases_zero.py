@@ -43,6 +43,7 @@ def level_of(case: dict[str, Any]) -> Level:
         tensor_parallel=case.get("tp", 1),
         zero_stage=case["stage"],
         micro_batch=1,
+        precision=case["precision"],
         lr=None,
         steps=None,
         groupings=config.operators.groupings,
@@ -323,7 +324,7 @@ def real_model(case: dict[str, Any]) -> dict[str, Any]:
         }
     )  # fmt: skip
     level = resolve_levels(config)[0]
-    model = build_model(level, config.model, precision=case["precision"], mesh=mesh, seed=3)
+    model = build_model(level, config.model, mesh=mesh, seed=3)
     engine = build_engine(model, level, config, mesh)
     norms, batch = [], batch_for(level, samples=2)
     for _ in range(3):

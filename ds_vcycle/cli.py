@@ -314,17 +314,29 @@ def convert(
         Literal["store", "huggingface"] | None, typer.Option("--format", help="Default: the one that --from is not.")
     ] = None,
     max_shard_size: ShardSize = "5GB",
+    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel degree of another layout.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel ranks of another layout.")] = None,
+    zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage of another layout.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, or a Hugging Face directory to a checkpoint (weights only).
 
     GPT-2 and BERT, pre-LN (MegatronBert) and post-LN (Bert). What has no counterpart, is missing or left over is named
-    and refused; whole heads may be missing. Examples:
+    and refused; whole heads may be missing. With `--tp`, `--dp` or `--zero`, rewrite a run's checkpoint for another
+    layout, moments, parked levels and all: a run directory to go on from with `--resume`. Examples:
 
     - `ds-vcycle convert --from runs/large@20000 --to models/large`
 
     - `ds-vcycle convert --from models/bert-large-uncased --to start model.sentence_order=false`
+
+    - `ds-vcycle convert --from runs/large --to moved --tp 4 --dp 16 --zero 1`
     """
+    if (tp, dp, zero) != (None, None, None):
+        given = {"--config": config, "--format": form, "an override": overrides}
+        for name in (name for name, value in given.items() if value):
+            raise UserError(f"{name} is for Hugging Face models, --tp, --dp and --zero are for checkpoints; drop one")
+        _reshard(source, to, (tp, dp, zero), overwrite=overwrite)
+        return
     from ds_vcycle.checkpoint.convert import convert as convert_weights
     from ds_vcycle.checkpoint.offline_output import Output
     from ds_vcycle.checkpoint.offline_progress import bar
@@ -333,6 +345,21 @@ def convert(
     with bar("convert", enabled=True) as advance:
         written = convert_weights(source, output, config=config, overrides=overrides or [], advance=advance)
     print(written)
+
+
+def _reshard(source: Path, to: Path, layout: tuple[int | None, int | None, int | None], *, overwrite: bool) -> None:
+    from ds_vcycle.checkpoint.offline_progress import bar
+    from ds_vcycle.checkpoint.processes import launched
+    from ds_vcycle.checkpoint.relayout import TargetLayout
+    from ds_vcycle.checkpoint.reshard import reshard
+
+    tp, dp, zero = layout
+    with launched() as processes:
+        with bar("convert", enabled=processes.rank == 0) as advance:
+            target = TargetLayout(tp=tp, dp=dp, zero_stage=zero)
+            written = reshard(source, to, target, overwrite=overwrite, processes=processes, advance=advance)
+        if processes.rank == 0:
+            print(written)
 
 
 @app.command()

@@ -10,42 +10,15 @@ from typing import Any
 import pytest
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.store import set_latest
-from ds_vcycle.cycle.position import Position
-from ds_vcycle.cycle.saving import run_state
-from ds_vcycle.cycle.schedule import expand
-from ds_vcycle.levels import resolve_levels
 from ds_vcycle.sharding.placement import Layout
-from ds_vcycle.train.metrics import Totals
-from tests.operator_cases import config_for, divided, random_weights
-from tests.stored import store_wholes
-
-_SIZES = {"layers": 4, "hidden": 12, "heads": 4, "head_dim": 3, "ffn": 20, "tensor_parallel": 2}
-_NAME = "step-00000120-phase-02"
+from tests.stored_runs import PARKED, STEP, stored_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in its coarse phase: level 2 with moments from two ranks under TP 2, level 1 parked."""
     run_dir = tmp_path_factory.mktemp("runs") / "mine"
-    coarse = divided("bert_order", 2, sizes=_SIZES)
-    tree = config_for("bert_order", coarse=coarse, sizes=_SIZES).model_dump(mode="json")
-    tree["cycle"] |= {"initial": {"steps": 40}, "coarse": {"steps": 100}, "final": {"steps": 30}}
-    config = type(config_for("gpt", coarse={})).model_validate(tree)
-    fine_level, coarse_level = resolve_levels(config)
-    root = run_dir / "checkpoints"
-    masters = {"master": random_weights(fine_level.shape, seed=1)}
-    store_wholes(root / "parked-01-level-1", masters, fine_level.shape, Layout(world_size=2, tp=2), {"parked_level": 1})
-    totals = Totals(steps=120, samples=240, tokens=1920)
-    position = Position(phase=2, phase_step=80, level=2, totals=totals, parked={1: "parked-01-level-1"})
-    held = {key: random_weights(coarse_level.shape, seed=2) for key in ("master", "exp_avg", "exp_avg_sq")}
-    state = run_state(config, expand(config), position) | {"adam_step": 120, "counters": {}}
-    store_wholes(
-        root / _NAME, held, coarse_level.shape, Layout(world_size=2, tp=2, zero_stage=1), state,
-        references=["parked-01-level-1"],
-    )  # fmt: skip
-    set_latest(root, _NAME)
-    return run_dir
+    return stored_run(run_dir, Layout(world_size=2, tp=2, zero_stage=1)).run_dir
 
 
 def _inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -55,12 +28,12 @@ def _inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_one_screen_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = _inspected(capsys, run)
-    assert text.splitlines()[0] == str(run / "checkpoints" / _NAME)
+    assert text.splitlines()[0] == str(run / "checkpoints" / STEP)
     assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines()[1:])) <= 160
     for expected in (
         "checkpoint of a run, its latest; saved 20",
         "phase 2 (train level 2; the run has 5), step 80 of 100; step 120 of the run, 240 samples, 1,920 tokens",
-        "bert, level 2 of 2: layers 2, hidden 6, heads 2, ffn 10, vocabulary 61 (padded to 256), sequence 8",
+        "bert, level 2 of 2: layers 2, hidden 6, heads 4, ffn 12, vocabulary 61 (padded to 256), sequence 8",
         "fp32 masters, computed with in fp32",
         "moments     Adam's, of step 120",
         "2 ranks: tensor parallel 2 x data parallel 1, ZeRO 1",
@@ -73,11 +46,11 @@ def test_one_screen_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_as_json_by_step_and_the_parked_level_itself(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = json.loads(_inspected(capsys, f"{run}@120", "--json", "--no-verify"))
-    assert found["directory"] == str(run / "checkpoints" / _NAME)
+    assert found["directory"] == str(run / "checkpoints" / STEP)
     assert (found["level"], found["phase"], found["phase_step"], found["samples"]) == (2, 2, 80, 240)
     assert (found["tensor_parallel"], found["ranks"], found["adam_step"], found["verified"]) == (2, 2, 120, False)
     assert found["shape"]["hidden"] == 6 and found["bytes"] > 3 * 4 * found["elements"]
-    parked = _inspected(capsys, f"{run}@parked-01-level-1")
+    parked = _inspected(capsys, f"{run}@{PARKED}")
     assert "parked level; saved" in parked and "moments     none" in parked and "model       level 1" in parked
 
 
@@ -87,7 +60,7 @@ def test_damage_is_named_and_exits_with_2(
 ) -> None:
     """A flipped bit is told by checksums alone; without them the names and sizes are still compared."""
     shutil.copytree(run, tmp_path / "run")
-    directory = tmp_path / "run" / "checkpoints" / (_NAME if level == "own" else "parked-01-level-1")
+    directory = tmp_path / "run" / "checkpoints" / (STEP if level == "own" else PARKED)
     path = directory / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -85,6 +85,10 @@ class StoredParameter:
         first = tp_rank * rows if ranks > 1 else 0
         return min(max(self.shape[0] - first, 0), rows) * (self.local_numel // rows)
 
+    def real_length(self, tp_rank: int, start: int, length: int) -> int:
+        """How many elements of a range of a shard come before its pad rows; these are not stored."""
+        return max(min(start + length, self.real_numel(tp_rank)) - start, 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentEntry:

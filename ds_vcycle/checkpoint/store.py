@@ -239,7 +239,7 @@ def _entry(fragment: StoredFragment, stored: StoredParameter) -> FragmentEntry:
             f"{name}: {key} is no fp32 [length]"
         )
     tp_rank = fragment.tp_rank if stored.tp > 1 else 0
-    length = max(min(end, stored.real_numel(tp_rank)) - start, 0)
+    length = stored.real_length(tp_rank, start, fragment.length)
     return FragmentEntry(parameter=name, tp_rank=tp_rank, start=start, length=length, tensors={})
 
 

@@ -123,17 +123,20 @@ def read_parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
 def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]) -> Restored:
     position = position_from(checkpoint.state["position"])
     level = levels[position.level - 1]
+    root = checkpoint.directory.parent
     parked: dict[int, Fragments] = {}
-    if config.cycle.park == "host":
-        root = checkpoint.directory.parent
-        parked = {i: _parked(root / name, config, levels[i - 1]) for i, name in position.parked.items()}
+    for index, name in position.parked.items():
+        if config.cycle.park == "host":
+            parked[index] = _parked(root / name, config, levels[index - 1])
+        else:  # it is read at the refine, perhaps days from now: what is damaged is told now
+            _verify_parked(root / name, config, levels[index - 1])
     same_ranks = (checkpoint.world_size, checkpoint.tensor_parallel) == (dist.get_world_size(), level.tensor_parallel)
     return Restored(
         directory=checkpoint.directory,
         position=position,
         staged=_staged(checkpoint, config, level),
         parked=parked,
-        random_states=checkpoint.extras(dist.get_rank()) if same_ranks else None,
+        random_states=(checkpoint.extras(dist.get_rank()) or None) if same_ranks else None,
         counters=checkpoint.state["counters"],
     )
 
@@ -158,6 +161,12 @@ def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
         return _staged(checkpoint, config, level).master
 
 
+def _verify_parked(directory: Path, config: RunConfig, level: Level) -> None:
+    mesh = mesh_for(level.tensor_parallel)
+    with open_checkpoint(directory) as checkpoint:
+        _verified(checkpoint, level, layout_of(level, config, mesh.world_size), mesh, config.operators.embedding)
+
+
 def _staged(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
     mesh = mesh_for(level.tensor_parallel)
     layout = layout_of(level, config, mesh.world_size)
@@ -170,13 +179,21 @@ def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh
     Raises:
         CheckpointError: something is damaged, missing or of another shape; names the file and the parameter.
     """
+    ranges = _verified(checkpoint, level, layout, mesh, embedding)
+    step = int(checkpoint.state.get("adam_step", 0))
+    read = {key: _read(checkpoint, ranges, key) for key in ("master", *(("exp_avg", "exp_avg_sq") if step else ()))}
+    return Staged(master=read["master"], exp_avg=read.get("exp_avg"), exp_avg_sq=read.get("exp_avg_sq"), step=step)
+
+
+def _verified(
+    checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy
+) -> dict[str, FlatRange]:
+    """What this rank reads of a checkpoint, its checksums verified."""
     table, absent = parameters(level.shape, embedding), missing_parameters(checkpoint)
     checkpoint.expect(parameter for parameter in table if parameter.name not in absent)
     ranges = {name: at for name, at in _ranges(table, layout, mesh).items() if name not in absent}
     checkpoint.verify(ranges.values())
-    step = int(checkpoint.state.get("adam_step", 0))
-    read = {key: _read(checkpoint, ranges, key) for key in ("master", *(("exp_avg", "exp_avg_sq") if step else ()))}
-    return Staged(master=read["master"], exp_avg=read.get("exp_avg"), exp_avg_sq=read.get("exp_avg_sq"), step=step)
+    return ranges
 
 
 def gather_objects(mesh: Mesh, value: Any) -> list[Any]:

@@ -89,13 +89,14 @@ def test_killed_run_goes_on_with_the_same_bits(
 
 _THREE_LEVELS = {
     "model.heads": 8, "cycle.levels": 3, "cycle.initial.steps": 2, "cycle.coarse.steps": 3, "cycle.final.steps": 3,
-    "cycle.park": "disk", "saving.every_steps": 2,
+    "cycle.park": "disk", "saving.every_steps": 2, "levels": [{}, {}, {"precision": "bf16"}],
 }  # fmt: skip
-_LAYOUTS = {"levels": [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}, {"zero_stage": 2}]}
+_OWN = [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}, {"zero_stage": 2, "precision": "bf16"}]
+_LAYOUTS = {"levels": _OWN}
 
 
 def test_three_levels_each_with_its_own_layout_survive_a_kill_and_train_the_curve_of_one_layout(tmp_path: Path) -> None:
-    """Killed on the way up between unlike layouts, with both fine levels parked on the disk alone."""
+    """Killed on the way up between unlike layouts and precisions, with both fine levels parked on the disk alone."""
     runs = {
         name: tiny_run(tmp_path / name, tp=2, changes=changes)
         for name, changes in (

@@ -28,6 +28,7 @@ from tests.huggingface_models import (
     save_model,
     tensors_in,
 )
+from tests.memory import peak_bytes
 from tests.stored import load_wholes, store_wholes
 from tests.tiny import tiny_corpus
 
@@ -189,3 +190,15 @@ def test_a_new_directory_takes_the_place_of_an_old_one_whole(tmp_path: Path) -> 
         "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "store", "to"]
+
+
+def test_memory_is_a_few_copies_of_a_parameter_however_many_there_are(tmp_path: Path) -> None:
+    source = save_model("gpt2", tmp_path / "hf", n_layer=40)
+    largest = max(value.nbytes for value in tensors_in(source).values())
+    total = sum(value.nbytes for value in tensors_in(source).values())
+    mapped = {path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
+    assert total > 50 * largest
+    into = peak_bytes(lambda: convert(source, tmp_path / "store"), mapped)
+    mapped |= {path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
+    out = peak_bytes(lambda: convert(tmp_path / "store", tmp_path / "back"), mapped)
+    assert largest < into < 4 * largest and largest < out < 4 * largest

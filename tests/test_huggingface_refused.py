@@ -103,6 +103,7 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
     "a file is missing": ("files", _without_file, [], "model-00002-of-.*, which .*index.json lists, is missing"),
     "the index names a file that is none": ("files", _other_file, [], "00099.safetensors, which .* lists, is missing"),
     "the index is of other files": ("files", _not_there, [], "index.json is damaged: transformer.ln_f.scale is listed"),
+    "no config.json": ("gpt2", lambda path: (path / "config.json").unlink(), [], "config.json cannot be read"),
     "no JSON": ("gpt2", lambda path: (path / "config.json").write_text("{"), [], "config.json is damaged"),
     "another model": ("gpt2", _config(model_type="llama"), [], "model_type=llama cannot be converted; possible: gpt2"),
     "a size is missing": ("bert", _config(num_attention_heads=...), [], "config.json lacks num_attention_heads"),
@@ -159,6 +160,14 @@ def test_a_run_file_of_another_model(originals: Path, tmp_path: Path, capsys: py
     assert cli.run([str(argument) for argument in [*arguments, "model.norm_eps=1e-12"]]) == 0
 
 
+def test_ranks_of_a_launch_would_write_the_same_directory(
+    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.run(["convert", "--from", str(originals / "gpt2"), "--to", str(tmp_path / "to")]) == 2
+    assert "the work of one process" in capsys.readouterr().err
+
+
 def test_targets(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = tmp_path / "hf", tmp_path / "other"
     shutil.copytree(originals / "gpt2", source)
@@ -173,6 +182,7 @@ def test_targets(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     back = ["convert", "--from", tmp_path / "store", "--to", tmp_path / "back"]
     _refused(capsys, "--max-shard-size 5 apples: give a size like 5GB", *back, "--max-shard-size", "5 apples")
     _refused(capsys, "model.hidden=3: .*store records its own configuration", *back, "model.hidden=3")
+    _refused(capsys, "--format store: .*--tp, --dp or --zero", *back, "--format", "store")
     _refused(capsys, "--config .*records its own configuration", *back, "--config", "run.yaml")
     _refused(capsys, "nothing does not exist", "convert", "--from", tmp_path / "nothing", "--to", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "store"]
@@ -186,6 +196,16 @@ def test_a_model_without_a_head_cannot_change_its_level(
     _refused(capsys, "encoder lacks lm_head.dense.weight.*training.init_from", "coalesce", "--from", source, *small)
     assert cli.run(["convert", "--from", str(source), "--to", str(tmp_path / "store")]) == 0
     _refused(capsys, "store lacks lm_head.dense.weight", "coalesce", "--from", tmp_path / "store", *small)
+
+
+def test_half_of_a_head_pair_is_no_class_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A masked-token model recorded with a sentence-order head it does not have: for a run, not for an export."""
+    source = save_model("megatron-bert, tanh", tmp_path / "hf")
+    arguments = ["convert", "--from", source, "--to", tmp_path / "store", "model.sentence_order=true"]
+    assert cli.run([str(argument) for argument in arguments]) == 0
+    assert "missing there, and so not in it: binary_head.weight, binary_head.bias, pool" in capsys.readouterr().out
+    _refused(capsys, "binary_head.weight, .* are missing, and transformers has no class of MegatronBert that lacks",
+             "convert", "--from", tmp_path / "store", "--to", tmp_path / "to")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.autograd.profiler import profile
 
 from ds_vcycle import cli
 from ds_vcycle.checkpoint.offline import coalesce_checkpoint, refine_checkpoints
@@ -22,6 +21,7 @@ from ds_vcycle.operators.plan import TransitionPlan, plan_transition
 from ds_vcycle.sharding.placement import Layout
 from tests.dist.cases_store import on_threads
 from tests.dist.ranks import run_ranks
+from tests.memory import peak_bytes
 from tests.operator_cases import config_for, divided, random_weights
 from tests.stored import Wholes, differing, load_wholes, store_wholes
 
@@ -154,19 +154,6 @@ def test_overrides_and_a_flat_run(tmp_path: Path) -> None:
     assert (third.index, third.shape.layers, third.shape.hidden, third.shape.heads) == (3, 1, 3, 3)
 
 
-def _peak_bytes(work: Callable[[], object], mapped: set[int]) -> int:
-    """The most memory that torch had allocated on the CPU at once, files of these sizes that are mapped left out."""
-    with profile(profile_memory=True) as watched:
-        work()
-    events = [event for event in watched.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if abs(event.nbytes()) not in mapped:
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
-
-
 def test_memory_is_a_few_buckets_however_large_the_parameters(tmp_path: Path) -> None:
     sizes = {"vocab_size": 60_000, "hidden": 32, "heads": 4, "head_dim": 8, "ffn": 64, "layers": 2}
     config = config_for("gpt", coarse={}, sizes=sizes)
@@ -178,9 +165,9 @@ def test_memory_is_a_few_buckets_however_large_the_parameters(tmp_path: Path) ->
     largest = 4 * max(value.numel() for value in x.values())
     assert largest > 100 * 4 * bucket
     mapped = {path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
-    down = _peak_bytes(lambda: coalesce_checkpoint(tmp_path / "fine", tmp_path / "down", bucket=bucket), mapped)
+    down = peak_bytes(lambda: coalesce_checkpoint(tmp_path / "fine", tmp_path / "down", bucket=bucket), mapped)
     blend = {"alpha": 0.5, "beta": 0.25, "bucket": bucket}
-    up = _peak_bytes(
+    up = peak_bytes(
         lambda: refine_checkpoints(tmp_path / "fine", tmp_path / "coarse", tmp_path / "up", **blend), mapped
     )
     assert bucket * 4 < down < 10 * 4 * bucket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def convert(
     Raises:
         UserError: something is missing, left over, damaged or has no counterpart; nothing is written.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise CheckpointError("ds-vcycle convert to or from Hugging Face is the work of one process: no launcher")
     source = open_source(source_path, config=config, overrides=overrides)
     with source:
         form: Form = output.form or ("store" if form_of(source) == "huggingface" else "huggingface")
@@ -56,7 +59,7 @@ def convert(
             return _to_store(source, output.to, advance)
     raise CheckpointError(
         f"--format store: {source_path} is a checkpoint already, which any layout reads as it is; leave --format out "
-        "for a Hugging Face directory"
+        "for a Hugging Face directory, or give --tp, --dp or --zero to have it rewritten"
     )
 
 

@@ -58,8 +58,8 @@ def form_of(source: Source) -> Form:
 
 def tokenizer_directories(source: Source, config: RunConfig) -> list[Path]:
     """Where the tokenizer of a model may lie: beside a Hugging Face model, or in the corpora it was trained on."""
-    own = [source.directory] if isinstance(source, HuggingFaceSource) else []
-    return [*own, *(corpus.path for corpus in config.data.blend)]
+    own = [source.directory.resolve()] if isinstance(source, HuggingFaceSource) else []
+    return list(dict.fromkeys([*own, *(corpus.path.resolve() for corpus in config.data.blend)]))
 
 
 def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: Form = "store") -> None:

@@ -21,7 +21,8 @@ _FLOATS = ("F32", "F16", "BF16")
 
 def is_huggingface(path: Path) -> bool:
     """Whether a path is a Hugging Face directory rather than a checkpoint or a run of ours."""
-    return (path / CONFIG).is_file() and not (path / MANIFEST).is_file() and not (path / "checkpoints").is_dir()
+    theirs = any((path / name).is_file() for name in (CONFIG, WEIGHTS, INDEX))
+    return theirs and not (path / MANIFEST).is_file() and not (path / "checkpoints").is_dir()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

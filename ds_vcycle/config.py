@@ -315,6 +315,9 @@ class SavingConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="0: at phase ends only")
     keep_last: int = Field(2, ge=1)
+    background: bool = Field(
+        False, description="write while training goes on, from a copy of masters and moments in host memory"
+    )
 
 
 class LoggingConfig(Section):

@@ -15,7 +15,7 @@ from ds_vcycle.config import RunConfig
 from tests.dist.cases_resume import Attempt, Outcome
 from tests.dist.ranks import values
 
-_WALL_TIME = {"seconds", "step_seconds", "own_seconds", "tokens_per_second"}
+_WALL_TIME = {"seconds", "step_seconds", "own_seconds", "stall_seconds", "tokens_per_second"}
 
 
 def write_config(config: RunConfig, path: Path) -> Path:

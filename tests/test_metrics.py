@@ -77,13 +77,13 @@ def test_all_kinds_come_back_as_written(tmp_path):
         step_record(place, loss=4.0, lr=1e-3, grad_norm=1.0, before=Totals(), after=after),
         evaluation_record(place, loss=4.5, samples=8, totals=after),
         transition_record(place, kind="refine", fine=1, coarse=2, alpha=1.0, beta=0.25, before=before, after=after),
-        save_record(place, path="checkpoints/step-9", before=before, after=after),
+        save_record(place, path="checkpoints/step-9", totals=after, own_seconds=2.5, stall_seconds=0.25),
     )
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for record in records:
         writer.write(record)
     assert read_metrics(tmp_path / "metrics.jsonl") == records  # flushed, although the file is still open
-    assert records[3].own_seconds == 2.5
+    assert (records[3].seconds, records[3].own_seconds, records[3].stall_seconds) == (12.5, 2.5, 0.25)
     writer.close()
 
 

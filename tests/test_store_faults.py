@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vcycle.checkpoint import retention, shards, store
+from ds_vcycle.checkpoint import commit, retention, shards
 from ds_vcycle.checkpoint.store import CheckpointError, find_latest, open_checkpoint, prune, set_latest
 from tests.dist.cases_store import local_shards, read_all, same, save_and_mark, save_simulated
 from tests.dist.ranks import run_ranks
@@ -104,7 +104,7 @@ def test_rank_0_failing_alone_is_one_error_on_all(
     def refused(*_: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "somewhere")
 
-    monkeypatch.setattr(store, function, refused)
+    monkeypatch.setattr(commit, function, refused)
     errors = save_simulated(tmp_path / "step-00000001", local_shards(1, seed=2), dp=2)
     assert [type(error) for error in errors] == [CheckpointError] * 2
     assert {str(error) for error in errors} == {str(errors[0])}

@@ -7,53 +7,34 @@ give it its name. The store knows fragments of parameters, not engines: nothing 
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from ds_vcycle.checkpoint.commit import Staging, WrittenShard, begin_save, commit_save, save_written
 from ds_vcycle.checkpoint.manifest import (
-    MANIFEST,
     CheckpointError,
     FragmentEntry,
-    Manifest,
     ShardFile,
     StoredParameter,
     StoredTensor,
-    check_coverage,
     describe,
-    manifest_text,
-    merge_parameters,
-    read_manifest,
 )
 from ds_vcycle.checkpoint.reader import Checkpoint, FlatRange, open_checkpoint
-from ds_vcycle.checkpoint.retention import (
-    clean,
-    find_latest,
-    make_directory,
-    prune,
-    publish,
-    set_latest,
-    settled,
-    sync_directory,
-)
+from ds_vcycle.checkpoint.retention import find_latest, prune, set_latest
 from ds_vcycle.checkpoint.shards import write_shard
-from ds_vcycle.faults import fault_point
 from ds_vcycle.schema import Parameter
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "FlatRange", "StoredFragment", "WrittenShard", "find_latest", "is_writer",
-    "open_checkpoint", "prune", "save", "save_written", "set_latest",
+    "Checkpoint", "CheckpointError", "FlatRange", "Staging", "StoredFragment", "WrittenShard", "begin_save",
+    "commit_save", "find_latest", "is_writer", "open_checkpoint", "prune", "save", "save_written", "set_latest",
+    "write_fragments",
 ]  # fmt: skip
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +50,6 @@ class StoredFragment:
     start: int
     length: int
     tensors: Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenShard:
-    """What a rank tells rank 0 about what it wrote: one file, none, or more (those of the ranks it stands for)."""
-
-    parameters: Mapping[str, StoredParameter]
-    files: tuple[ShardFile, ...] = ()
 
 
 def is_writer(parameter: Parameter, *, tp_rank: int, dp_rank: int, zero_stage: int) -> bool:
@@ -119,87 +92,15 @@ def save(
             what was there before is untouched.
     """
     save_written(
-        directory, lambda staging, identity: _write(staging, identity, fragments, extras, rank),
+        directory, lambda path, identity: write_fragments(path, identity, fragments, extras, rank),
         state=state, rank=rank, world_size=world_size, gather=gather, barrier=barrier, references=references,
     )  # fmt: skip
 
 
-def save_written(
-    directory: Path,
-    write: Callable[[Path, str], WrittenShard],
-    *,
-    state: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    gather: Callable[[Any], list[Any]],
-    barrier: Callable[[], None],
-    references: Sequence[str] = (),
-    alone: bool = True,
-) -> None:
-    """:func:`save` of files that ``write`` makes: it is given the temporary directory and the checkpoint's identity.
-
-    ``alone``: the parent directory holds nothing but checkpoints, so that all that killed saves left there may go.
-    """
-    begun = _together(rank, gather, directory, lambda: _begin(directory, alone=alone) if rank == 0 else None)
-    staging, identity = next(answer for answer in begun if answer)
-    try:
-        fault_point("save.begin")
-        shards = _together(rank, gather, directory, lambda: write(staging, identity))
-        fault_point("save.written")
-
-        def commit() -> None:
-            if rank == 0:
-                needed = {name: read_manifest(settled(directory.parent / name)).identity for name in references}
-                manifest = _manifest(shards, identity, world_size, needed, state)
-                _prepare(staging, manifest)
-            fault_point("save.manifest")
-            if rank == 0:
-                publish(staging, directory)
-
-        _together(rank, gather, directory, commit)
-    except (CheckpointError, KeyboardInterrupt):
-        if rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    fault_point("save.committed")
-    barrier()
-
-
-def _together(rank: int, gather: Callable[[Any], list[Any]], directory: Path, work: Callable[[], T]) -> list[T]:
-    """Do this rank's part; then all go on with every rank's value, or all raise the lowest failing rank's error."""
-    value: T | None = None
-    failure: str | None = None
-    cause: Exception | None = None
-    try:
-        value = work()
-    except OSError as error:
-        failure = f"{error.filename or directory}: {error.strerror or error}; free space or mend the permissions"
-        cause = error
-    except Exception as error:  # whatever it is: a rank that stayed silent would leave the others waiting
-        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        cause = error
-    outcomes = gather((value, failure))
-    for failing, (_, text) in enumerate(outcomes):
-        if text is not None:
-            raise CheckpointError(
-                f"checkpoint {directory} was not saved: rank {failing}: {text} (earlier checkpoints are untouched)"
-            ) from cause
-    return [value for value, _ in outcomes]
-
-
-def _begin(directory: Path, *, alone: bool) -> tuple[Path, str]:
-    root = directory.parent
-    make_directory(root)
-    clean(root, None if alone else directory.name)
-    identity = uuid.uuid4().hex
-    staging = root / f".tmp-{directory.name}-{identity[:8]}"
-    staging.mkdir()
-    return staging, identity
-
-
-def _write(
+def write_fragments(
     staging: Path, identity: str, fragments: Iterable[StoredFragment], extras: Mapping[str, torch.Tensor], rank: int
 ) -> WrittenShard:
+    """Write a rank's file into a save's temporary directory (its arguments: :func:`save`, :class:`Staging`)."""
     parameters: dict[str, StoredParameter] = {}
     entries: list[FragmentEntry] = []
     tensors = {f"extra/{name}": tensor for name, tensor in extras.items()}
@@ -247,43 +148,3 @@ def _kept(fragment: StoredFragment, length: int, key: str) -> torch.Tensor:
     tensor = fragment.tensors[key]
     assert not tensor[length:].any(), f"{fragment.parameter.name}: pad rows of {key} are not zero"
     return tensor[:length]
-
-
-def _manifest(
-    shards: Sequence[WrittenShard],
-    identity: str,
-    world_size: int,
-    references: Mapping[str, str],
-    state: Mapping[str, Any],
-) -> Manifest:
-    manifest = Manifest(
-        identity=identity,
-        created=time.time(),
-        world_size=world_size,
-        references=references,
-        parameters=merge_parameters(shard.parameters for shard in shards),
-        files=tuple(file for shard in shards for file in shard.files),
-        state=state,
-    )
-    check_coverage(manifest)
-    return manifest
-
-
-def _prepare(staging: Path, manifest: Manifest) -> None:
-    """Write the manifest; the directory is then complete and durable, but for its name."""
-    for file in manifest.files:
-        if not (staging / file.name).is_file():
-            raise CheckpointError(
-                f"{staging / file.name}, written by rank {file.rank}, is not visible on rank 0; the run directory must "
-                "lie on a file system that all nodes share"
-            )
-    path = staging / MANIFEST
-    try:
-        with path.open("x") as out:
-            out.write(manifest_text(manifest))
-            out.flush()
-            os.fsync(out.fileno())
-    except OSError as error:
-        problem = f"{error.filename or path}: {error.strerror or error}; free space or mend the permissions"
-        raise CheckpointError(problem) from error
-    sync_directory(staging)

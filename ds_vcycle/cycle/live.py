@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-from ds_vcycle.checkpoint.store import find_latest, prune, set_latest
+from ds_vcycle.checkpoint.store import CheckpointError, find_latest
 from ds_vcycle.cycle.checks import RunPlan
 from ds_vcycle.cycle.pending import PendingStep, read_back
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.progress import RunProgress
 from ds_vcycle.cycle.records import RunRecords
-from ds_vcycle.cycle.saving import Restored, all_finite, read_parked, run_state, save_engine, save_parked
+from ds_vcycle.cycle.saves import Saved, Saves, record_saves
+from ds_vcycle.cycle.saving import Restored, all_finite, read_parked, save_parked
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train
 from ds_vcycle.cycle.stopping import StopFlag, Stopped
 from ds_vcycle.cycle.transition import (
@@ -34,7 +36,7 @@ from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
 from ds_vcycle.model.build import build_model
-from ds_vcycle.parallel import any_rank, mesh_for, raise_together, seed_ranks, set_rng_state
+from ds_vcycle.parallel import any_rank, mesh_for, seed_ranks, set_rng_state
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import Layout, layout_of
 from ds_vcycle.sharding.release import release
@@ -48,7 +50,6 @@ from ds_vcycle.train.metrics import (
     Totals,
     TransitionLossRecord,
     evaluation_record,
-    save_record,
     transition_record,
 )
 
@@ -64,6 +65,7 @@ class LiveRun:
         self.engine: Engine | None = None
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
         self.flag = flag
+        self._saves = Saves(plan.config, plan.phases)
         self._records: RunRecords | None = None
         self._pending: list[PendingStep] = []
         self._held_out: float = math.nan
@@ -109,6 +111,7 @@ class LiveRun:
     def close(self) -> None:
         """Let go of the engine, the progress bar and the files."""
         self.progress.close()
+        self._saves.close()
         if self._records is not None:
             self._records.close()
         if self.engine is not None:
@@ -128,6 +131,7 @@ class LiveRun:
         with self._coming_batches() as coming:
             while self.position.phase_step < phase.steps:
                 stop = self._step(phase, next(coming))
+                self._record_saves(self._saves.poll())
                 step = self.position.phase_step
                 last = step == phase.steps
                 evaluating = last or step % config.evaluation.every_steps == 0
@@ -146,6 +150,7 @@ class LiveRun:
     def coalesce(self, phase: Coalesce) -> None:
         """Go down one level; the fine one is parked on the disk and, unless ``cycle.park=disk``, on the host."""
         self.progress.phase(phase.index, str(phase), 1)
+        self.finish_save()
         before, loss = self.position.totals, self._known_loss()
         operators, fine = self.plan.config.operators, self.plan.level(phase.fine)
         engine = self._live()
@@ -168,6 +173,7 @@ class LiveRun:
     def refine(self, phase: Refine) -> None:
         """Go up one level: de-coalesce and blend into the parked fine level, which is parked no more."""
         self.progress.phase(phase.index, str(phase), 1)
+        self.finish_save()
         before, loss = self.position.totals, self._known_loss()
         operators, fine = self.plan.config.operators, self.plan.level(phase.fine)
         parked, geometry = self._parked(fine), self._geometry(phase)
@@ -202,7 +208,7 @@ class LiveRun:
         self._lap = time.perf_counter()
 
     def save(self) -> None:
-        """Write a checkpoint of this position, make it the latest, and remove what is no longer needed.
+        """Write a checkpoint of this position, the latest, and remove old ones; or begin to (``saving.background``).
 
         Raises:
             CheckpointError: it cannot be written; the earlier ones are as they were.
@@ -211,26 +217,16 @@ class LiveRun:
         if any_rank(not all_finite(self._live())):
             raise self._not_finite(self.position.place, "weights or Adam's moments that are not finite")
         self._count_seconds()
-        before, name = self.position.totals, self.position.name
-        root = self._checkpoints
         level = self.plan.level(self.position.level)
-        state = run_state(self.plan.config, self.plan.phases, self.position)
-        references = tuple(self.position.parked.values())
-        save_engine(
-            root / name, self._live(), level, self._layout(level), self.mesh, state=state, references=references
-        )
-        error = None
-        if self.mesh.rank == 0:
-            try:
-                set_latest(root, name)
-                prune(root, self.plan.config.saving.keep_last)
-            except ValueError as problem:
-                error = problem
-        raise_together(error)
-        self._count_seconds()
-        place, after = self.position.place, self.position.totals
-        self.records.write(save_record(place, path=f"checkpoints/{name}", before=before, after=after))
-        self.records.settle()
+        self._record_saves(self._saves.save(self.position, self._live(), level, self.mesh))
+
+    def finish_save(self) -> None:
+        """Wait until the save under way in the background, if there is one, is the latest checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are as they were.
+        """
+        self._record_saves(self._saves.finish())
 
     # --- parts ---------------------------------------------------------------------------------------------------
 
@@ -247,6 +243,11 @@ class LiveRun:
         loss = held_out_loss(self._live(), batches, mesh)
         self._lap = time.perf_counter()
         return loss
+
+    def _record_saves(self, done: Sequence[Saved]) -> None:
+        if done:
+            self._count_seconds()
+            record_saves(done, self.records, self.position.totals)
 
     def _known_loss(self) -> float:
         """The held-out loss before a change of level: that of the phase before, measured again after a resume."""
@@ -384,6 +385,8 @@ class LiveRun:
         self._records = RunRecords(self.plan.config, self.mesh.rank, resume_at=resume_at)
 
     def _not_finite(self, place: Place, problem: str) -> TrainingError:
+        with suppress(CheckpointError):  # the weights' fault comes first
+            self.finish_save()
         root = self._checkpoints
         return TrainingError(place, problem, find_latest(root) if root.is_dir() else None)
 

@@ -59,7 +59,9 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
             else:
                 run.restore(held)
             _walk(run)
+            run.finish_save()
         except Stopped:
+            run.finish_save()
             asked = [reason for reason in gather_objects(run.mesh, flag.reason) if reason is not None]
             _status(run, "stopped", {"reason": asked[0]})
             run.progress.note(f"stopped ({asked[0]}), state saved: {run.summary}; go on with --resume")

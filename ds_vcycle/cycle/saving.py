@@ -29,7 +29,7 @@ from ds_vcycle.cycle.schedule import Phase, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
 from ds_vcycle.model.initial import initial_slice
-from ds_vcycle.parallel import Mesh, mesh_for, rng_state, together
+from ds_vcycle.parallel import Mesh, mesh_for, together
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
 from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
@@ -53,20 +53,29 @@ def versions() -> dict[str, str]:
     return {"ds-vcycle": ds_vcycle.__version__, "python": platform.python_version()} | {n: version(n) for n in names}
 
 
-def save_engine(
-    directory: Path, engine: Engine, level: Level, layout: Layout, mesh: Mesh, *, state: Mapping[str, Any],
-    references: Sequence[str],
-) -> None:  # fmt: skip
-    """Write the engine's masters, moments and counters, and every rank's random states. Collective."""
-    state = {**state, "adam_step": common_step(engine, mesh), "counters": counters(engine)}
-    tensors = {fragment.name: _tensors(fragment) for fragment in fragments(engine)}
-    _save(directory, tensors, level, layout, mesh, extras=rng_state(), state=state, references=references)
+def engine_fragments(engine: Engine, level: Level, layout: Layout, mesh: Mesh) -> list[StoredFragment]:
+    """The masters and moments that this rank is the writer of, as they are: views, on the device."""
+    return list(_stored({held.name: _tensors(held) for held in fragments(engine)}, level, layout, mesh))
+
+
+def engine_state(engine: Engine, mesh: Mesh) -> dict[str, Any]:
+    """Adam's step and DeepSpeed's counters, for a checkpoint's record. Collective."""
+    return {"adam_step": common_step(engine, mesh), "counters": counters(engine)}
 
 
 def save_parked(directory: Path, parked: Fragments, level: Level, layout: Layout, mesh: Mesh) -> None:
     """Write a parked level once; the checkpoints of the coarse levels refer to it by name. Collective."""
     tensors = {name: {"master": value} for name, value in parked.items()}
-    _save(directory, tensors, level, layout, mesh, extras={}, state={"parked_level": level.index}, references=())
+    save(
+        directory,
+        fragments=_stored(tensors, level, layout, mesh),
+        extras={},
+        state={"parked_level": level.index},
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        gather=lambda value: gather_objects(mesh, value),
+        barrier=lambda: dist.barrier(group=mesh.host_group),
+    )
 
 
 def run_state(config: RunConfig, phases: Sequence[Phase], position: Position) -> dict[str, Any]:
@@ -201,23 +210,6 @@ def gather_objects(mesh: Mesh, value: Any) -> list[Any]:
     found: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(found, value, group=mesh.host_group)
     return found
-
-
-def _save(
-    directory: Path, tensors: Mapping[str, Mapping[str, Tensor]], level: Level, layout: Layout, mesh: Mesh, *,
-    extras: Mapping[str, Tensor], state: Mapping[str, Any], references: Sequence[str],
-) -> None:  # fmt: skip
-    save(
-        directory,
-        fragments=_stored(tensors, level, layout, mesh),
-        extras=extras,
-        state=state,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        gather=lambda value: gather_objects(mesh, value),
-        barrier=lambda: dist.barrier(group=mesh.host_group),
-        references=references,
-    )
 
 
 def _stored(

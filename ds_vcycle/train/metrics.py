@@ -129,11 +129,15 @@ class TransitionLossRecord(Place):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveRecord(Place):
-    """A checkpoint that took ``own_seconds``."""
+    """A checkpoint that took ``own_seconds`` until it was on the disk, for ``stall_seconds`` of which training stood.
+
+    It may be recorded later than its place says, when a later step has been done (``saving.background``).
+    """
 
     path: str
     seconds: float
     own_seconds: float
+    stall_seconds: float | None = None  # records of older versions have none
 
 
 Record: TypeAlias = StepRecord | EvaluationRecord | TransitionRecord | TransitionLossRecord | SaveRecord
@@ -193,9 +197,11 @@ def transition_record(
     )
 
 
-def save_record(place: Place, *, path: str, before: Totals, after: Totals) -> SaveRecord:
-    """The record of a checkpoint written between the two totals."""
-    return SaveRecord(**asdict(place), path=path, seconds=after.seconds, own_seconds=after.seconds - before.seconds)
+def save_record(place: Place, *, path: str, totals: Totals, own_seconds: float, stall_seconds: float) -> SaveRecord:
+    """The record of a checkpoint; ``totals``: when it was on the disk."""
+    return SaveRecord(
+        **asdict(place), path=path, seconds=totals.seconds, own_seconds=own_seconds, stall_seconds=stall_seconds
+    )
 
 
 class MetricsWriter:

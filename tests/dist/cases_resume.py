@@ -18,7 +18,7 @@ import torch
 
 from ds_vcycle import cli
 from ds_vcycle.config import RunConfig, UserError
-from ds_vcycle.cycle import live, runner
+from ds_vcycle.cycle import live, runner, saves
 from ds_vcycle.cycle.runner import Resume, run_training
 from ds_vcycle.sharding.zero import fragments
 from ds_vcycle.train.metrics import MetricsWriter
@@ -31,7 +31,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
     "coalesce": (live, "stage_down"),
     "park": (live, "save_parked"),
     "refine": (live, "refine_into"),
-    "save": (live, "save_engine"),
+    "save": (saves, "begin_save"),
     "record": (MetricsWriter, "write"),
     "describe": (runner, "_describe"),
 }

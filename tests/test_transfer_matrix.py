@@ -58,6 +58,8 @@ def _coarse(name: str, heads: int, kv_groups: int | None) -> dict[str, int]:
     return sizes
 
 
+# Elements to 16 bytes, of the fine and of the coarse level: 4 in fp32, 8 in bf16 (all that a level's precision moves)
+ALIGNED = {"aligned-fp32-bf16": (4, 8), "aligned-bf16-fp32": (8, 4), "aligned-bf16-bf16": (8, 8)}
 FACTORS = {
     "model": list(MODELS),
     "grouping": list(GROUPINGS),
@@ -66,7 +68,7 @@ FACTORS = {
     "coarse_tp": [1, 2, 4],
     "fine_stage": [0, 1, 2, 3],
     "coarse_stage": [0, 1, 2, 3],
-    "arrangement": ["plain", "round-robin", "aligned-fp32", "aligned-bf16"],
+    "arrangement": ["plain", "round-robin", *ALIGNED],
     "depth": ["copy", "split", "first"],
     "quantity": ["master", "exp_avg", "exp_avg_sq"],
 }
@@ -95,11 +97,18 @@ def _name(case: dict) -> str:
     return "-".join(map(str, case.values()))
 
 
-def _layout(case: dict, tp: int, stage: int) -> Layout:
-    flat = stage in (1, 2)
-    alignment = {"aligned-fp32": 4, "aligned-bf16": 8}.get(case["arrangement"], 1) if flat else 1
-    round_robin = flat and case["arrangement"] == "round-robin"
-    return Layout(world_size=case["world"], tp=tp, zero_stage=stage, round_robin=round_robin, alignment=alignment)
+def _layouts(case: dict) -> dict[str, Layout]:
+    alignments = ALIGNED.get(case["arrangement"], (1, 1))
+    return {
+        which: Layout(
+            world_size=case["world"],
+            tp=case[f"{which}_tp"],
+            zero_stage=case[f"{which}_stage"],
+            round_robin=case[f"{which}_stage"] in (1, 2) and case["arrangement"] == "round-robin",
+            alignment=alignment if case[f"{which}_stage"] in (1, 2) else 1,
+        )
+        for which, alignment in zip(("fine", "coarse"), alignments)
+    }
 
 
 def _levels(case: dict):
@@ -126,11 +135,7 @@ def _random(shape, quantity: str, seed: int) -> dict[str, torch.Tensor]:
 def _check(case: dict) -> None:
     fine, coarse = _levels(case)
     plan = plan_transition(fine, coarse, OperatorsConfig(depth_residual=case["depth"]))
-    geometry = Geometry(
-        plan=plan,
-        fine=_layout(case, case["fine_tp"], case["fine_stage"]),
-        coarse=_layout(case, case["coarse_tp"], case["coarse_stage"]),
-    )
+    geometry = Geometry(plan=plan, **_layouts(case))
     quantity = case["quantity"]
     beta = 0.25 if quantity == "master" else 0.0
     x, y = _random(fine.shape, quantity, 1), _random(coarse.shape, quantity, 2)

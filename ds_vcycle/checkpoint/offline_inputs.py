@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from ds_vcycle.checkpoint.deepspeed.files import LATEST_UNIVERSAL
 from ds_vcycle.checkpoint.huggingface.directory import is_huggingface
 from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource, open_huggingface
 from ds_vcycle.checkpoint.huggingface.settings import CONFIG
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded, require_shape
-from ds_vcycle.checkpoint.retention import LATEST
+from ds_vcycle.checkpoint.retention import LATEST, settled
 from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.config import ConfigError, RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
@@ -21,8 +22,12 @@ from ds_vcycle.yaml_tree import TreeError, apply_override
 
 Form = Literal["store", "huggingface"]
 Source = Checkpoint | HuggingFaceSource
-_MARKS: dict[Form, str] = {"store": MANIFEST, "huggingface": CONFIG}
-_NAMES: dict[Form, str] = {"store": "checkpoint", "huggingface": "Hugging Face directory"}
+Written = Literal["store", "huggingface", "deepspeed-universal"]
+_MARKS: dict[Written, str] = {"store": MANIFEST, "huggingface": CONFIG, "deepspeed-universal": LATEST_UNIVERSAL}
+_NAMES: dict[Written, str] = {
+    "store": "checkpoint", "huggingface": "Hugging Face directory",
+    "deepspeed-universal": "universal DeepSpeed checkpoint",
+}  # fmt: skip
 
 
 def open_source(path: Path, *, config: Path | None, overrides: Sequence[str]) -> Source:
@@ -36,8 +41,8 @@ def open_source(path: Path, *, config: Path | None, overrides: Sequence[str]) ->
     Raises:
         UserError: it is none of these, or damaged; or a configuration is given for a checkpoint that has its own.
     """
-    if is_huggingface(path):
-        return open_huggingface(path, config=config, overrides=overrides)
+    if is_huggingface(settled(path)):
+        return open_huggingface(settled(path), config=config, overrides=overrides)
     found = locate_checkpoint(path)
     if config is not None:
         raise CheckpointError(
@@ -62,7 +67,7 @@ def tokenizer_directories(source: Source, config: RunConfig) -> list[Path]:
     return list(dict.fromkeys([*own, *(corpus.path.resolve() for corpus in config.data.blend)]))
 
 
-def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: Form = "store") -> None:
+def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: Written = "store") -> None:
     """Refuse to write where something is that must stay.
 
     Args:

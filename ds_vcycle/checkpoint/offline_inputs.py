@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from ds_vcycle.checkpoint.deepspeed.files import LATEST_UNIVERSAL
 from ds_vcycle.checkpoint.huggingface.directory import is_huggingface
 from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource, open_huggingface
 from ds_vcycle.checkpoint.huggingface.settings import CONFIG
@@ -21,8 +22,12 @@ from ds_vcycle.yaml_tree import TreeError, apply_override
 
 Form = Literal["store", "huggingface"]
 Source = Checkpoint | HuggingFaceSource
-_MARKS: dict[Form, str] = {"store": MANIFEST, "huggingface": CONFIG}
-_NAMES: dict[Form, str] = {"store": "checkpoint", "huggingface": "Hugging Face directory"}
+WrittenForm = Literal["store", "huggingface", "deepspeed-universal"]
+_MARKS: dict[WrittenForm, str] = {"store": MANIFEST, "huggingface": CONFIG, "deepspeed-universal": LATEST_UNIVERSAL}
+_NAMES: dict[WrittenForm, str] = {
+    "store": "checkpoint", "huggingface": "Hugging Face directory",
+    "deepspeed-universal": "universal DeepSpeed checkpoint",
+}  # fmt: skip
 
 
 def open_source(path: Path, *, config: Path | None, overrides: Sequence[str]) -> Source:
@@ -62,7 +67,7 @@ def tokenizer_directories(source: Source, config: RunConfig) -> list[Path]:
     return list(dict.fromkeys([*own, *(corpus.path.resolve() for corpus in config.data.blend)]))
 
 
-def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: Form = "store") -> None:
+def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: WrittenForm = "store") -> None:
     """Refuse to write where something is that must stay.
 
     Args:

@@ -103,7 +103,10 @@ def refine(
 def convert(
     source: Annotated[
         Path,
-        typer.Option("--from", help="A checkpoint, a run (its latest), RUN@STEP, or a Hugging Face directory."),
+        typer.Option(
+            "--from",
+            help="A checkpoint, a run (its latest), RUN@STEP, a Hugging Face directory, or a DeepSpeed checkpoint.",
+        ),
     ],
     to: Target,
     overrides: Annotated[
@@ -111,7 +114,8 @@ def convert(
     ] = None,
     config: HuggingFaceConfig = None,
     form: Annotated[
-        Literal["store", "huggingface"] | None, typer.Option("--format", help="Default: the one that --from is not.")
+        Literal["store", "huggingface", "deepspeed-universal"] | None,
+        typer.Option("--format", help="Default: a Hugging Face directory of a checkpoint, a checkpoint of the rest."),
     ] = None,
     max_shard_size: ShardSize = "5GB",
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel degree of another layout.")] = None,
@@ -130,12 +134,24 @@ def convert(
     - `ds-vcycle convert --from models/bert-large-uncased --to start model.sentence_order=false`
 
     - `ds-vcycle convert --from runs/large --to moved --tp 4 --dp 16 --zero 1`
+
+    DeepSpeed's own checkpoints, moments and all: native ones (ZeRO 1 to 3) and universal ones are read with `--config`,
+    the run whose model they are of; the universal layout is written for engines with `load_universal`:
+
+    - `ds-vcycle convert --from saved --to start --config run.yaml`
+
+    - `ds-vcycle convert --from runs/large --to universal --format deepspeed-universal`
     """
     if (tp, dp, zero) != (None, None, None):
         given = {"--config": config, "--format": form, "an override": overrides}
         for name in (name for name, value in given.items() if value):
             raise UserError(f"{name} is for Hugging Face models, --tp, --dp and --zero are for checkpoints; drop one")
         _reshard(source, to, (tp, dp, zero), overwrite=overwrite)
+        return
+    from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed
+
+    if is_deepspeed(source) or form == "deepspeed-universal":
+        _deepspeed(source, to, form, config, overrides or [], overwrite=overwrite)
         return
     from ds_vcycle.checkpoint.convert import convert as convert_weights
     from ds_vcycle.checkpoint.offline_output import Output
@@ -144,6 +160,27 @@ def convert(
     output = Output(to=to, form=form, overwrite=overwrite, max_shard_size=max_shard_size)
     with bar("convert", enabled=True) as advance:
         written = convert_weights(source, output, config=config, overrides=overrides or [], advance=advance)
+    print(written)
+
+
+def _deepspeed(
+    source: Path, to: Path, form: str | None, config: Path | None, overrides: list[str], *, overwrite: bool
+) -> None:
+    from ds_vcycle.checkpoint.deepspeed.conversion import from_deepspeed, to_universal
+    from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed
+    from ds_vcycle.checkpoint.offline_progress import bar
+
+    with bar("convert", enabled=True) as advance:
+        if not is_deepspeed(source):
+            if config is not None:
+                raise UserError(f"--config {config}: {source} records its own configuration; change it with overrides")
+            written = to_universal(source, to, overrides=overrides, overwrite=overwrite, advance=advance)
+        elif form in (None, "store"):
+            written = from_deepspeed(
+                source, to, config=config, overrides=overrides, overwrite=overwrite, advance=advance
+            )
+        else:
+            raise UserError(f"--format {form}: {source} is DeepSpeed's; convert it to a checkpoint first, then that")
     print(written)
 
 

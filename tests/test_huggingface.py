@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.store import open_checkpoint
+from ds_vcycle.checkpoint.recorded import recorded
+from ds_vcycle.checkpoint.store import StoredFragment, open_checkpoint, save
 from ds_vcycle.schema import parameters
 from ds_vcycle.sharding.placement import Layout
 from tests.huggingface_models import (
@@ -29,6 +30,7 @@ from tests.huggingface_models import (
     tensors_in,
 )
 from tests.memory import peak_bytes
+from tests.sharded import local_slice
 from tests.stored import load_wholes, store_wholes
 from tests.tiny import tiny_corpus
 
@@ -56,6 +58,27 @@ def stored_under(store: Path, to: Path, layout: Layout) -> Path:
     with open_checkpoint(store) as checkpoint:
         state = dict(checkpoint.state)
     store_wholes(to, load_wholes(store, shape), shape, layout, state)
+    return to
+
+
+def split_over_two(store: Path, to: Path) -> Path:
+    """The same weights as two tensor-parallel ranks hold them; heads may be missing."""
+    with open_checkpoint(store) as checkpoint:
+        shape = recorded(checkpoint).level.shape
+        shape = replace(shape, padded_vocab=-(-shape.vocab_size // 256) * 256)
+        fragments = []
+        for parameter in (p for p in parameters(shape) if p.name in checkpoint.manifest.parameters):
+            whole = checkpoint.read(parameter, tp=1, tp_rank=0, start=0, length=parameter.numel, key="master")
+            for rank in range(1 if parameter.tp_dim is None else 2):
+                mine = local_slice(parameter, whole.view(parameter.shape), 2, rank).reshape(-1)
+                fragments.append(
+                    StoredFragment(
+                        parameter=parameter, tp=2, tp_rank=rank, start=0, length=mine.numel(), tensors={"master": mine}
+                    )
+                )  # fmt: skip
+        state = checkpoint.state
+        save(to, fragments=fragments, extras={}, state=state, rank=0, world_size=1, gather=lambda value: [value],
+             barrier=lambda: None)  # fmt: skip
     return to
 
 
@@ -159,7 +182,7 @@ def test_an_encoder_without_a_head(tmp_path: Path, capsys: pytest.CaptureFixture
     with open_checkpoint(tmp_path / "store") as checkpoint:
         assert checkpoint.state["missing"] == heads
         assert not checkpoint.manifest.parameters.keys() & set(heads)
-    convert(tmp_path / "store", tmp_path / "back")
+    convert(split_over_two(tmp_path / "store", tmp_path / "ranks"), tmp_path / "back")
     held = {name: value for name, value in tensors_in(source).items() if not name.endswith("position_ids")}
     assert same(tensors_in(tmp_path / "back"), held)
     assert len(held) == (103 if real else 55)

@@ -14,7 +14,9 @@ import torch
 import yaml
 
 from ds_vcycle import cli
-from ds_vcycle.config import parse_config
+from ds_vcycle.checkpoint.offline import coalesce_checkpoint
+from ds_vcycle.checkpoint.processes import Processes
+from ds_vcycle.config import UserError, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.sharding.placement import Layout
 from tests.huggingface_models import change_config, change_tensors, save_model, tensors_in
@@ -166,6 +168,10 @@ def test_ranks_of_a_launch_would_write_the_same_directory(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.run(["convert", "--from", str(originals / "gpt2"), "--to", str(tmp_path / "to")]) == 2
     assert "the work of one process" in capsys.readouterr().err
+    two = Processes(rank=0, world_size=2, gather=lambda value: [value, value], barrier=lambda: None)
+    with pytest.raises(UserError, match=r"directory is written by one process; .* --format store"):
+        coalesce_checkpoint(originals / "gpt2", tmp_path / "to", overrides=["levels.1.layers=1"], processes=two)
+    assert not list(tmp_path.iterdir())
 
 
 def test_targets(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +191,7 @@ def test_targets(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     _refused(capsys, "--format store: .*--tp, --dp or --zero", *back, "--format", "store")
     _refused(capsys, "--config .*records its own configuration", *back, "--config", "run.yaml")
     _refused(capsys, "nothing does not exist", "convert", "--from", tmp_path / "nothing", "--to", tmp_path / "back")
+    _refused(capsys, "hf is a Hugging Face directory; make a checkpoint of it with ds-vcycle conv", "inspect", source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other", "store"]
     assert tensors_in(source).keys() == tensors_in(originals / "gpt2").keys()
 

@@ -43,6 +43,10 @@ def locate_checkpoint(path: Path) -> Path:
     run, at, wanted = str(path).rpartition("@")
     if at and "/" not in wanted and not path.exists():
         return _of_run(Path(run), wanted)
+    if (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a Hugging Face directory; make a checkpoint of it with ds-vcycle convert --from {path} --to DIR"
+        )
     what = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
     raise CheckpointError(
         f"{path} {what}; give a checkpoint directory (RUN/checkpoints/step-..., or one written by ds-vcycle coalesce), "

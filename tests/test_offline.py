@@ -19,9 +19,10 @@ from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import ModelShape, resolve_levels
 from ds_vcycle.operators import apply
 from ds_vcycle.operators.plan import TransitionPlan, plan_transition
+from ds_vcycle.schema import parameters
 from ds_vcycle.sharding.placement import Layout
 from tests.dist.cases_store import on_threads
-from tests.dist.ranks import run_ranks
+from tests.dist.ranks import run_ranks, values
 from tests.memory import peak_bytes
 from tests.operator_cases import config_for, divided, random_weights
 from tests.stored import Wholes, differing, load_wholes, store_wholes
@@ -187,6 +188,28 @@ def test_memory_is_a_few_buckets_however_large_the_parameters(tmp_path: Path) ->
     )
     assert bucket * 4 < down < 10 * 4 * bucket
     assert bucket * 4 < up < 10 * 4 * bucket
+
+
+def _both(folder: Path, sizes: dict[str, int]) -> int:
+    """Store ``fine`` and ``coarse`` of a model; the bytes of its largest parameter."""
+    config = config_for("gpt", coarse={}, sizes=sizes)
+    plan = _plan(config)
+    for name, level in (("fine", plan.fine), ("coarse", plan.coarse)):
+        whole = {"master": random_weights(level.shape, seed=1)}
+        store_wholes(folder / name, whole, level.shape, Layout(world_size=1), _state(config, level.index, 0))
+    return max(4 * parameter.numel for parameter in parameters(plan.fine.shape))
+
+
+@pytest.mark.parametrize("verb", ["coalesce", "refine"])
+def test_resident_memory_grows_by_less_than_the_largest_parameter_and_a_bucket(tmp_path: Path, verb: str) -> None:
+    """What torch does not see counts too: the plan, reading, checksums, and what the allocator keeps."""
+    sizes = {"hidden": 512, "heads": 8, "head_dim": 64, "ffn": 512, "layers": 2}
+    largest, bucket = _both(tmp_path / "large", {"vocab_size": 40_000, **sizes}), 1 << 18
+    _both(tmp_path / "small", {"vocab_size": 100, "hidden": 16, "heads": 4, "head_dim": 4, "ffn": 32, "layers": 2})
+    assert largest > 80e6
+    arguments = [verb, tmp_path / "small", tmp_path / "large", bucket]
+    (growth,) = values(1, "tests.dist.cases_offline:resident_growth", arguments)
+    assert 4 * bucket < growth < largest + 4 * bucket
 
 
 @pytest.fixture(scope="module")

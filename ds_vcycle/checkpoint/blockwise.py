@@ -24,6 +24,7 @@ from ds_vcycle.operators.apply import (
     down_divisors,
     finish_down,
     outer,
+    parent_cols,
     prepare_down,
     sum_block,
     unread_value,
@@ -99,7 +100,7 @@ def _coalesced(source: WeightSource, item: ParameterMap, rows: range, quantity: 
     fine_rows = _fine_rows(item, rows)
     shape = len(rows), _width(item.coarse)
     total = torch.zeros(shape, dtype=torch.float64)
-    positions, cols = torch.from_numpy(item.dims[0].parent[fine_rows] - rows[0]), _parent_cols(item)
+    positions, cols = torch.from_numpy(item.dims[0].parent[fine_rows] - rows[0]), parent_cols(item)
     for child in item.children:
         if contributes(child, quantity):
             x = _read_rows(source, child.parameter, fine_rows, quantity)
@@ -135,7 +136,7 @@ def _refined(
         if scalar != 0:
             scaled = z / outer(divisors, scalar, rows=np.asarray(rows), cols=np.arange(z.shape[1])).float()
             positions = torch.from_numpy(item.dims[0].parent[fine_rows] - rows[0])
-            value = scaled.index_select(0, positions).index_select(1, _parent_cols(item))
+            value = scaled.index_select(0, positions).index_select(1, parent_cols(item))
         blend_fine_(x, value, beta=beta)
     return x
 
@@ -167,11 +168,6 @@ def _read_rows(source: WeightSource, parameter: Parameter, rows: Index, key: str
         for first, last in _runs(rows)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(len(rows), width)
-
-
-def _parent_cols(item: ParameterMap) -> Tensor:
-    """The coarse column of each fine column; a vector has one column."""
-    return torch.from_numpy(item.dims[1].parent) if len(item.dims) > 1 else torch.zeros(1, dtype=torch.int64)
 
 
 def _width(parameter: Parameter) -> int:

@@ -91,6 +91,11 @@ def unread_value(child: Child, quantity: Quantity, *, beta: float) -> float:
     return (1.0 - beta) * (child.constant or 0.0) if quantity == "master" else 0.0
 
 
+def parent_cols(item: ParameterMap) -> Tensor:
+    """The coarse column of each fine column, int64; a vector has one column."""
+    return torch.from_numpy(item.dims[1].parent) if len(item.dims) > 1 else torch.zeros(1, dtype=torch.int64)
+
+
 def outer(divisors: Sequence[Index], scalar: int, *, rows: Index, cols: Index) -> Tensor:
     """The divisor of each element of a coarse block, float64 [rows, cols] (integers, exact)."""
     row = divisors[0][rows].astype(np.float64) * scalar
@@ -207,9 +212,7 @@ def _all_indices(item: ParameterMap) -> tuple[Index, Index]:
 
 
 def _parents(item: ParameterMap) -> tuple[Tensor, Tensor]:
-    rows = torch.from_numpy(item.dims[0].parent)
-    cols = torch.from_numpy(item.dims[1].parent) if len(item.dims) > 1 else torch.zeros(1, dtype=torch.int64)
-    return rows, cols
+    return torch.from_numpy(item.dims[0].parent), parent_cols(item)
 
 
 def _padded(value: Tensor, item: ParameterMap) -> Tensor:

@@ -315,6 +315,7 @@ class SavingConfig(Section):
 
     every_steps: int = Field(0, ge=0, description="0: at phase ends only")
     keep_last: int = Field(2, ge=1)
+    keep_phase_ends: bool = Field(False, description="never remove the checkpoint at the end of a phase")
     background: bool = Field(
         False, description="write while training goes on, from a copy of masters and moments in host memory"
     )

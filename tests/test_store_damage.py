@@ -229,6 +229,21 @@ def test_damage_is_named(saved: Path, damage: str) -> None:
         checkpoint.verify()
 
 
+@pytest.mark.parametrize("length", [15, 14])
+def test_reading_alone_finds_damage(saved: Path, length: int) -> None:
+    """A whole tensor is compared on its way into memory, a part of one before it is read."""
+    with open_checkpoint(saved) as checkpoint:
+        checkpoint.read(PARAMETERS[3], tp=2, tp_rank=1, start=0, length=length, key="exp_avg")
+        start = _tensor_start(saved / LATER)
+        offset = json.loads((saved / LATER).read_bytes()[8:start])["fc2.weight/1/0/exp_avg"]["data_offsets"][1]
+    _flip(saved / LATER, start + offset - 1)
+    with (
+        open_checkpoint(saved) as checkpoint,
+        pytest.raises(CheckpointError, match=f"{LATER} is damaged: the checksum of fc2.weight/1/0/exp_avg"),
+    ):
+        checkpoint.read(PARAMETERS[3], tp=2, tp_rank=1, start=0, length=length, key="exp_avg")
+
+
 # (what is done to the parked level, what the refusal of the checkpoint that needs it says)
 PARKED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (shutil.rmtree, r"step-00000001 needs checkpoint .*parked-1, which is missing; restore it"),

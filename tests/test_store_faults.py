@@ -168,6 +168,17 @@ def test_prune_keeps_what_is_needed(tmp_path: Path) -> None:
         prune(tmp_path, 0)
 
 
+def test_ends_of_phases_are_kept_if_asked_for(tmp_path: Path) -> None:
+    save_simulated(tmp_path / "parked-1", local_shards(1))
+    for step, done in ((1, True), (2, False), (3, True), (4, False)):
+        references = ["parked-1"] if step == 1 else []
+        state = {"position": {"done": done}}
+        save_simulated(tmp_path / f"step-{step:08d}", local_shards(1), state=state, references=references)
+    set_latest(tmp_path, "step-00000004")
+    assert prune(tmp_path, 1, keep_phase_ends=True) == ["step-00000002"]
+    assert prune(tmp_path, 1) == ["parked-1", "step-00000001", "step-00000003"]
+
+
 def test_a_parked_level_newer_than_latest_stays(tmp_path: Path) -> None:
     """Between parking the fine level and the first save of the coarse one, nothing references it yet."""
     save_simulated(tmp_path / "step-00000001", local_shards(1))

@@ -144,12 +144,12 @@ def clean(root: Path, name: str | None = None) -> None:
             path.unlink()
 
 
-def prune(root: Path, keep_last: int, keep: Set[str] = frozenset()) -> list[str]:
+def prune(root: Path, keep_last: int, keep: Set[str] = frozenset(), *, keep_phase_ends: bool = False) -> list[str]:
     """Remove old checkpoints from ``root`` (RUN/checkpoints), one rename each before anything is deleted.
 
-    Kept: the ``keep_last`` newest step-..., those in ``keep``, the one ``latest`` names, every other that a kept one
-    references, whatever is newer than the one ``latest`` names, and whatever cannot be read (with all that is not
-    step-..., as its references are unknown). Call on one rank, between saves.
+    Kept: the ``keep_last`` newest step-..., those in ``keep``, the ends of phases if asked for, the one ``latest``
+    names, every other that a kept one references, whatever is newer than the one ``latest`` names, and whatever cannot
+    be read (with all that is not step-..., as its references are unknown). Call on one rank, between saves.
 
     Returns:
         The names removed.
@@ -168,6 +168,8 @@ def prune(root: Path, keep_last: int, keep: Set[str] = frozenset()) -> list[str]
         return []
     manifests = {name: _manifest(root / name) for name in checkpoint_names(root)}
     kept = _kept(manifests, latest.name, keep_last) | keep
+    if keep_phase_ends:
+        kept |= {name for name, manifest in manifests.items() if manifest and _ends_a_phase(manifest)}
     kept |= _referenced(manifests, kept)
     removed = sorted(set(manifests) - kept)
     for name in removed:
@@ -184,6 +186,11 @@ def _kept(manifests: Mapping[str, Manifest | None], latest: str, keep_last: int)
     if unreadable:
         kept |= {name for name in manifests if not name.startswith(_STEP)}
     return kept
+
+
+def _ends_a_phase(manifest: Manifest) -> bool:
+    position = manifest.state.get("position")
+    return isinstance(position, dict) and position.get("done") is True
 
 
 def _referenced(manifests: Mapping[str, Manifest | None], names: Set[str]) -> set[str]:

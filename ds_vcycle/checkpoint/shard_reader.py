@@ -73,26 +73,20 @@ class ShardReader:
         """
         if name in self._checked:
             return
-        stored, checksum = self._stored[name], 0
-        if stored.position is None:
-            raise CheckpointError(f"{self._path} is damaged: {name} is not in it; use another checkpoint")
-        size = math.prod(stored.shape) * _BY_NAME[stored.dtype].itemsize
+        size = self._size(name)
         buffer = memoryview(bytearray(min(size, PIECE_BYTES)))
+        checksum = 0
         for start in range(0, size, PIECE_BYTES):
             piece = buffer[: min(size - start, PIECE_BYTES)]
             self._fill(name, start, piece)
             checksum = zlib.crc32(piece, checksum)
-        if f"crc32:{checksum:08x}" != stored.checksum:
-            raise CheckpointError(
-                f"{self._path} is damaged: the checksum of {name} does not match the manifest; use another checkpoint"
-            )
-        self._checked.add(name)
+        self._compare(name, checksum)
 
     def check_all(self, advance: Callable[[int], None] = lambda size: None) -> None:
         """:meth:`check` every tensor the manifest lists for this file; ``advance`` is told of the bytes done."""
-        for name, stored in self._stored.items():
+        for name in self._stored:
             self.check(name)
-            advance(math.prod(stored.shape) * _BY_NAME[stored.dtype].itemsize)
+            advance(self._size(name))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor."""
@@ -105,17 +99,44 @@ class ShardReader:
 
     def copy_rows(self, name: str, start: int, stride: int, into: torch.Tensor) -> None:
         """Fill ``into`` [rows, cols], fp32, from a flat tensor: row i from element ``start + i * stride`` onwards."""
-        self.check(name)
         rows, cols = into.shape
         if into.is_contiguous() and (rows == 1 or stride == cols):
-            self._fill(name, 4 * start, into.view(-1).view(torch.uint8).numpy().data)
+            self._copy_range(name, 4 * start, into.view(-1).view(torch.uint8).numpy().data)
             return
+        self.check(name)
         at_once = max(1, PIECE_BYTES // (4 * stride))
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
             flat = torch.empty((count - 1) * stride + cols)
             self._fill(name, 4 * (start + first * stride), flat.view(torch.uint8).numpy().data)
             into[first : first + count].copy_(flat.as_strided((count, cols), (stride, 1)))
+
+    def _copy_range(self, name: str, start: int, into: memoryview) -> None:
+        """Copy bytes of a tensor; a whole one that is not checked yet is compared on its way, and so read once only."""
+        whole = name not in self._checked and start == 0 and len(into) == self._size(name)
+        if not whole:
+            self.check(name)
+        checksum = 0
+        for first in range(0, len(into), PIECE_BYTES):
+            piece = into[first : first + PIECE_BYTES]
+            self._fill(name, start + first, piece)
+            checksum = zlib.crc32(piece, checksum) if whole else checksum
+        if whole:
+            self._compare(name, checksum)
+
+    def _compare(self, name: str, checksum: int) -> None:
+        if f"crc32:{checksum:08x}" != self._stored[name].checksum:
+            raise CheckpointError(
+                f"{self._path} is damaged: the checksum of {name} does not match the manifest; use another checkpoint"
+            )
+        self._checked.add(name)
+
+    def _size(self, name: str) -> int:
+        """Bytes of a tensor, which must be in the file."""
+        stored = self._stored[name]
+        if stored.position is None:
+            raise CheckpointError(f"{self._path} is damaged: {name} is not in it; use another checkpoint")
+        return math.prod(stored.shape) * _BY_NAME[stored.dtype].itemsize
 
     def _opened(self) -> BinaryIO:
         if self._file is None:

@@ -146,7 +146,8 @@ class Saves:
         if mesh.rank == 0:
             try:
                 set_latest(self._root, pending.position.name)
-                prune(self._root, self._config.saving.keep_last)
+                saving = self._config.saving
+                prune(self._root, saving.keep_last, keep_phase_ends=saving.keep_phase_ends)
             except ValueError as problem:
                 error = problem
         raise_together(error)

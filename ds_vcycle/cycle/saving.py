@@ -173,7 +173,8 @@ def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
 def _verify_parked(directory: Path, config: RunConfig, level: Level) -> None:
     mesh = mesh_for(level.tensor_parallel)
     with open_checkpoint(directory) as checkpoint:
-        _verified(checkpoint, level, layout_of(level, config, mesh.world_size), mesh, config.operators.embedding)
+        layout = layout_of(level, config, mesh.world_size)
+        checkpoint.verify(_expected(checkpoint, level, layout, mesh, config.operators.embedding).values())
 
 
 def _staged(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
@@ -183,25 +184,24 @@ def _staged(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Staged:
 
 
 def read_staged(checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy) -> Staged:
-    """This rank's fragments of a checkpoint, checksums verified before anything is built from them.
+    """This rank's fragments of a checkpoint, on the host; each is compared with its checksum as it is read.
 
     Raises:
         CheckpointError: something is damaged, missing or of another shape; names the file and the parameter.
     """
-    ranges = _verified(checkpoint, level, layout, mesh, embedding)
+    ranges = _expected(checkpoint, level, layout, mesh, embedding)
     step = int(checkpoint.state.get("adam_step", 0))
     read = {key: _read(checkpoint, ranges, key) for key in ("master", *(("exp_avg", "exp_avg_sq") if step else ()))}
     return Staged(master=read["master"], exp_avg=read.get("exp_avg"), exp_avg_sq=read.get("exp_avg_sq"), step=step)
 
 
-def _verified(
+def _expected(
     checkpoint: Checkpoint, level: Level, layout: Layout, mesh: Mesh, embedding: EmbeddingPolicy
 ) -> dict[str, FlatRange]:
-    """What this rank reads of a checkpoint, its checksums verified."""
+    """What this rank reads of a checkpoint, which must hold the level's parameters and no others."""
     table, absent = parameters(level.shape, embedding), missing_parameters(checkpoint)
     checkpoint.expect(parameter for parameter in table if parameter.name not in absent)
     ranges = {name: at for name, at in _ranges(table, layout, mesh).items() if name not in absent}
-    checkpoint.verify(ranges.values())
     return ranges
 
 

@@ -83,10 +83,10 @@ def fragments_of(shards: Shards, *, tp: int, dp: int, rank: int, zero_stage: int
 
 
 def on_threads(
-    world_size: int, work: Callable[[int, Callable[[Any], list[Any]], Callable[[], None]], Any]
+    world_size: int, work: Callable[[int, Callable[[Any], list[Any]], Callable[[], None]], Any], patience_s: float = 10
 ) -> list[Any]:
     """Call ``work(rank, gather, barrier)`` on one thread per rank; a rank's exception is its result."""
-    meeting, box = threading.Barrier(world_size, timeout=10), [None] * world_size
+    meeting, box = threading.Barrier(world_size, timeout=patience_s), [None] * world_size
 
     def one(rank: int) -> Any:
         def gather(value: Any) -> list[Any]:

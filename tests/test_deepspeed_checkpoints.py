@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ LOADED = [
     ("separate", Case(name="", stage=1, precision="bf16", extras=_FP32_SUMS, model={"layers": 1})),
     ("fresh", Case(name="", stage=2, model={"layers": 1})),
 ]
+MISLOADED = ("one", Case(name="", stage=2, extras=_DEALT, model={"layers": 1}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     for name, overrides in {name: _loader_overrides(name) for name, _ in LOADED}.items():
         form = ["--format", "deepspeed-universal", *overrides]
         _convert(root / name / "ours", root / name / "universal", *form)
-    loaded = values(2, "tests.dist.cases_deepspeed:load_and_train", [str(root), LOADED, ["tensor", "dealt"]])
+    arguments = [str(root), [*LOADED, MISLOADED], ["tensor", "dealt"]]
+    loaded = values(2, "tests.dist.cases_deepspeed:load_and_train", arguments)
     return Outcome(root=root, losses={case.name: found for case, found in zip(SAVED, losses)}, loaded=loaded)
 
 
@@ -123,7 +125,8 @@ def test_what_deepspeed_converted_is_read(outcome: Outcome, tmp_path: Path) -> N
 def test_what_deepspeed_mixed_up_is_refused(
     outcome: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under round_robin_gradients ds_to_universal succeeds, and its weights are wrong."""
+    """Under round_robin_gradients ds_to_universal succeeds, as load_universal does, and the weights are wrong."""
+    assert any(rank[-1][0] for rank in outcome.loaded)
     directory = outcome.root / "dealt"
     fp32 = torch.load(directory / "theirs/last/zero/decoder.layers.0.mlp.linear_fc1.weight/fp32.pt")["param"]
     case = next(case for case in SAVED if case.name == "dealt")
@@ -133,3 +136,23 @@ def test_what_deepspeed_mixed_up_is_refused(
     assert cli.run(["convert", *map(str, arguments)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "round_robin_gradients=true" in said and "native checkpoint" in said and not (tmp_path / "store").exists()
+
+
+@pytest.mark.full
+def test_four_ranks(tmp_path: Path) -> None:
+    """TP 2 with two data-parallel ranks, native under ZeRO 2 and 3, loaded under TP 2 and TP 4."""
+    saved = [Case(name=f"stage{stage}", tp=2, stage=stage, model=_MODERN | {"kv_groups": 4}) for stage in (2, 3)]
+    losses = values(4, "tests.dist.cases_deepspeed:train_and_save", [str(tmp_path), saved])[0]
+    loaded = [(case.name, replace(case, tp=tp, stage=stage)) for case in saved for tp, stage in ((2, 1), (4, 2))]
+    for case in saved:
+        directory = tmp_path / case.name
+        (directory / "run.yaml").write_text(yaml.safe_dump(case.config.model_dump(mode="json")))
+        _convert(directory / "native", directory / "store", "--config", directory / "run.yaml")
+        wanted = load_wholes(directory / "ours", case.level.shape)
+        assert differing(load_wholes(directory / "store", case.level.shape), wanted) == []
+        form = ["--format", "deepspeed-universal", "training.zero_stage=1"]
+        _convert(directory / "ours", directory / "universal", *form)
+    for rank in values(4, "tests.dist.cases_deepspeed:load_and_train", [str(tmp_path), loaded, []]):
+        for index, (differing_tensors, adam_step, found) in enumerate(rank):
+            assert (differing_tensors, adam_step) == ([], 2)
+            assert found == pytest.approx(losses[index // 2], rel=1e-6)

@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def _export(root: Path) -> None:
-    convert(root / "store", Output(to=root / "to", overwrite=True, max_shard_size="30KB"))
+    convert(root / "store", Output(to=root / "to", overwrite=True, max_shard_size="50KB"))
 
 
 def _operations(root: Path) -> list[Operation]:

@@ -43,9 +43,10 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logits_are_those_of_transformers(stores: dict[str, Path], tp: int) -> None:
-    arguments = [[str(path / "store") for path in stores.values()], tp]
+    names = [name for name in stores if tp == 2 or name != _REAL]
+    arguments = [[str(stores[name] / "store") for name in names], tp]
     ours = values(tp, "tests.dist.cases_huggingface:outputs", arguments)[0]
-    for name, found in zip(stores, ours, strict=True):
+    for name, found in zip(names, ours, strict=True):
         level = level_of(stores[name] / "store")
         batch = batch_for(level)
         wanted = logits_of(stores[name] / "back", _auto(name), batch)
@@ -59,9 +60,9 @@ def test_logits_are_those_of_transformers(stores: dict[str, Path], tp: int) -> N
 
 def test_what_is_exported_computes_what_was_imported(stores: dict[str, Path]) -> None:
     """transformers against itself, on the directory it saved and on the one we wrote: the very same bits."""
-    for name, path in stores.items():
+    for name, path in ((name, stores[name]) for name in MODELS):
         batch = batch_for(level_of(path / "store"))
-        first = logits_of(real_encoder() if name == _REAL else path / "hf", _auto(name), batch)
+        first = logits_of(path / "hf", _auto(name), batch)
         again = logits_of(path / "back", _auto(name), batch)
         assert first.keys() == again.keys() and all(first[key].equal(again[key]) for key in first), name
 

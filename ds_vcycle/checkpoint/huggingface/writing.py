@@ -151,7 +151,7 @@ def _write_rest(staging: Path, export: Export) -> None:
     if export.shape.architecture == "gpt" and ends:
         _write(staging / "generation_config.json", {"_from_model_config": True, **ends})
     copy_tokenizer(export.tokenizer, staging)
-    for path in staging.iterdir():
+    for path in (path for path in staging.iterdir() if path.suffix != ".safetensors"):  # those are synced already
         with path.open("rb") as file:
             os.fsync(file.fileno())
     sync_directory(staging)

@@ -17,9 +17,11 @@ from ds_vcycle.checkpoint.relayout import TargetLayout
 from ds_vcycle.checkpoint.reshard import reshard
 from ds_vcycle.checkpoint.store import CheckpointError, find_latest, open_checkpoint
 from ds_vcycle.config import UserError
+from ds_vcycle.levels import resolve_levels
 from ds_vcycle.sharding.placement import Layout
 from tests.dist.cases_store import on_threads
 from tests.resumed import contents
+from tests.stored import store_wholes
 from tests.stored_runs import PARKED, STEP, StoredRun, stored_run
 
 Steps = list[tuple[int, int, int]]  # (tensor-parallel degree, data-parallel ranks, ZeRO stage)
@@ -170,6 +172,19 @@ def test_damage_is_found_before_anything_is_published(run: StoredRun, tmp_path: 
 def test_where_something_must_stay_nothing_is_written(run: StoredRun, to: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         reshard(run.run_dir, run.run_dir / to, TargetLayout(tp=1), overwrite=True)
+
+
+def test_a_checkpoint_of_no_run_becomes_a_checkpoint(run: StoredRun, tmp_path: Path) -> None:
+    """As ``ds-vcycle coalesce`` writes them: a level and its configuration, no position."""
+    _, coarse = resolve_levels(run.config)
+    state = {"level": 2, "config": run.config.model_dump(mode="json"), "adam_step": 120, "origin": {"verb": "coalesce"}}
+    store_wholes(tmp_path / "small", run.coarse, coarse.shape, _layout((1, 1, 0)), state)
+    written = reshard(tmp_path / "small", tmp_path / "to", TargetLayout(tp=2, dp=2, zero_stage=3))
+    assert written.checkpoint == tmp_path / "to" and "training.init_from=" in str(written)
+    store_wholes(tmp_path / "native", run.coarse, coarse.shape, _layout((2, 2, 3)))
+    _same_files(tmp_path / "to", tmp_path / "native")
+    with open_checkpoint(tmp_path / "to") as checkpoint:
+        assert (checkpoint.state["level"], checkpoint.state["adam_step"], checkpoint.world_size) == (2, 120, 4)
 
 
 def test_a_parked_level_alone_is_refused(run: StoredRun, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ counters are those of the source, bit for bit. At most one fragment is in memory
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from ds_vcycle.checkpoint.manifest import CheckpointError, describe
+from ds_vcycle.checkpoint.manifest import describe
 from ds_vcycle.checkpoint.processes import ALONE, Processes, together
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded
@@ -26,6 +27,7 @@ from ds_vcycle.checkpoint.relayout import TargetLayout, relaid, target_layout
 from ds_vcycle.checkpoint.retention import clean, make_directory, publish, set_latest, settled, sync_directory
 from ds_vcycle.checkpoint.store import WrittenShard, is_writer, save_written
 from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
+from ds_vcycle.checkpoint.target import WrittenForm, check_target
 from ds_vcycle.config import RunConfig
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.schema import Parameter, parameters
@@ -132,7 +134,8 @@ def reshard(
 
         def prepare() -> tuple[list[_Job], RunConfig]:
             checkpoint = stack.enter_context(open_checkpoint(locate_checkpoint(source)))
-            _check_target(to, checkpoint, overwrite=overwrite)
+            form: WrittenForm = "run" if "position" in checkpoint.state else "store"
+            check_target(to, [checkpoint], overwrite=overwrite, form=form)
             return _jobs(checkpoint, target, to, stack)
 
         jobs, config = together(processes, prepare)
@@ -173,21 +176,6 @@ def _jobs(checkpoint: Checkpoint, target: TargetLayout, to: Path, stack: ExitSta
     return jobs, config
 
 
-def _check_target(to: Path, source: Checkpoint, *, overwrite: bool) -> None:
-    resolved, lies = to.resolve(), source.directory.resolve()
-    if lies == resolved or resolved in lies.parents:
-        raise CheckpointError(f"--to {to} holds the checkpoint that is read; give another directory")
-    if (to.parent / "latest").is_file():
-        raise CheckpointError(
-            f"--to {to} lies among a run's checkpoints, which come and go; give a directory elsewhere"
-        )
-    if to.exists() and not overwrite:
-        raise CheckpointError(f"--to {to} exists; give another directory, or replace it with --overwrite")
-    ours = (to / "manifest.json").is_file() or (to / "checkpoints" / "latest").is_file()
-    if to.exists() and not ours and (not to.is_dir() or any(to.iterdir())):
-        raise CheckpointError(f"--to {to} is no checkpoint and no run, so --overwrite leaves it alone; give another")
-
-
 def _write_run(
     to: Path, jobs: Sequence[_Job], config: RunConfig, processes: Processes, done: Callable[[int], None]
 ) -> None:
@@ -214,10 +202,15 @@ def _write_run(
 
 def _finish(staging: Path, to: Path, job: _Job, config: RunConfig) -> bool:
     set_latest(staging / "checkpoints", job.source.directory.name)
-    (staging / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    texts = {"config.yaml": yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).encode()}
     metrics = job.source.directory.parent.parent / "metrics.jsonl"
     if metrics.is_file():
-        shutil.copyfile(metrics, staging / metrics.name)
+        texts[metrics.name] = metrics.read_bytes()
+    for name, text in texts.items():
+        with (staging / name).open("xb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
     sync_directory(staging)
     publish(staging, to)
     return True

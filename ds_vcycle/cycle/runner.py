@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch.distributed as dist
 import yaml
+from ds_vcycle_kernels.implementation import resolve
 
 from ds_vcycle import parallel
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, missing_parameters, require_shape
@@ -154,6 +155,8 @@ def _walk(run: LiveRun) -> None:
     phases: Sequence[Train | Coalesce | Refine] = run.plan.phases
     for warning in warnings_for(run.plan.config):
         run.progress.note(f"warning: {warning}")
+    if any(not isinstance(phase, Train) for phase in phases[run.position.next_phase :]):
+        run.progress.note(f"transitions: kernels {_kernels(run)}")
     for phase in phases[run.position.next_phase :]:
         run.position = run.position.entering(phase.index)
         _status(run, "running", {})
@@ -167,6 +170,15 @@ def _walk(run: LiveRun) -> None:
         run.save()
         if phase is not phases[-1] and parallel.any_rank(bool(run.flag)):
             raise Stopped
+
+
+def _kernels(run: LiveRun) -> str:
+    """What computes the transitions of the run, and where: ``torch (cpu)``."""
+    device = run.mesh.device
+    try:
+        return f"{resolve(run.plan.config.operators.kernels, device)} ({device.type})"
+    except ValueError as error:
+        raise UserError(f"operators.{error}") from error
 
 
 def _status(run: LiveRun, status: Status, details: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -109,7 +110,19 @@ def test_jobs_that_do_not_fit_are_refused(changes, message):
         refine([_job(**changes)], beta=0.5)
 
 
-def test_nothing_to_do_is_done_at_once():
+def test_nothing_to_do_is_done_at_once(monkeypatch):
+    """Jobs without elements are neither checked nor worked on; their neighbours are."""
+    begun = []
+    launchers = (import_module(f"ds_vcycle_kernels.{name}") for name in ("refine", "coalesce"))
+    for launcher, name, tensor in zip(launchers, ("refine_reference", "coalesce_reference"), ("x", "total")):
+        monkeypatch.setattr(launcher, name, lambda job, tensor=tensor, **_: begun.append(getattr(job, tensor).shape))
     refine([], beta=0.5)
     coalesce([])
-    coalesce([CoalesceJob(members=[], total=torch.zeros(0, 3, dtype=torch.float64))])
+    empty = torch.zeros(0, 4, dtype=torch.float64)  # float32 is asked for where there are elements
+    refine([_job(x=empty)], beta=0.5)
+    coalesce([CoalesceJob(members=[], total=torch.zeros(0, 3))])
+    assert begun == []
+    refine([_job(x=empty), _job()], beta=0.5)
+    total = torch.zeros(2, 3, dtype=torch.float64)
+    coalesce([CoalesceJob(members=[], total=torch.zeros(0, 3)), CoalesceJob(members=[], total=total)])
+    assert begun == [(4, 4), (2, 3)]

@@ -80,7 +80,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     from_deepspeed(root, tmp_path / "store", config=config)
     edit(model, lambda tree: tree.update(args=Payload(os.system, f"touch {marker}")))
     marker.unlink(missing_ok=True)
-    with pytest.raises(UserError, match=r"mp_rank_00_model_states\.pt is damaged, or no file of torch\.save"):
+    with pytest.raises(UserError, match=r"without running what they name \(.*posix"):
         from_deepspeed(root, tmp_path / "other", config=config)
     assert not marker.exists()
 
@@ -104,6 +104,7 @@ def test_the_command_line_tells_whose_a_checkpoint_is(tmp_path: Path, capsys: py
     assert "records its own configuration" in refused("--from", store, "--to", to, "--config", config, *form)
     assert "exists" in refused("--from", store, "--to", universal, *form)
     assert "is no universal DeepSpeed checkpoint" in refused("--from", store, "--to", native, "--overwrite", *form)
+    shutil.copytree(universal, native, dirs_exist_ok=True, ignore=shutil.ignore_patterns("mp_rank*"))
     (native / "latest").write_text("global_step9")
     assert "names 'global_step9', which is not there" in refused("--from", native, "--to", to, "--config", config)
     assert cli.run(["convert", "--from", str(native / "global_step7"), "--to", str(to), "--config", str(config)]) == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
@@ -38,8 +39,13 @@ def train_and_save(root: str, cases: list[Case]) -> list[list[float]]:
         for step in range(case.steps):
             _train_step(engine, case, mesh, step)
         directory = Path(root, case.name)
-        # what Megatron's jobs hand to DeepSpeed: a namespace, and the RNG's state as Python objects
-        client = {"args": argparse.Namespace(lr=0.1), "random_rng_state": random.getstate(), "iteration": case.steps}
+        # what Megatron's jobs hand to DeepSpeed: a namespace, states of generators
+        client = {
+            "args": argparse.Namespace(lr=0.1, activation=torch.nn.functional.gelu),
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "iteration": case.steps,
+        }
         client["universal_checkpoint_info"] = universal_checkpoint_info(case.level.shape)
         engine.save_checkpoint(str(directory / "native"), tag="last", client_state=client)
         _save_ours(engine, case, mesh, directory / "ours")

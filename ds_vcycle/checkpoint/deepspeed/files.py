@@ -54,7 +54,7 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def tag_directory(path: Path) -> Path:
-    """The directory with the files: ``path``, or the one that ``latest_universal`` or ``latest`` in it names.
+    """The directory with the files: ``path``, or the one that ``latest`` or else ``latest_universal`` in it names.
 
     Raises:
         CheckpointError: it names none that is there.
@@ -139,7 +139,7 @@ def _holds_files(path: Path) -> bool:
 
 
 def _tag_of(path: Path) -> tuple[str, str] | None:
-    for name in (LATEST_UNIVERSAL, LATEST):
+    for name in (LATEST, LATEST_UNIVERSAL):
         if (path / name).is_file():
             tag = (path / name).read_text(errors="replace").strip()
             # a run of ours also has a file of this name, beside directories with manifests

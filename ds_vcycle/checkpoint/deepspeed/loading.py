@@ -43,9 +43,22 @@ def load_value(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy the checkpoint again") from error
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise CheckpointError(f"{path} is damaged, or no file of torch.save ({reason}); copy it again") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds objects that cannot be read without running what they name ({_reason(error)}); save it "
+            "again without them (client_state of save_checkpoint)"
+        ) from error
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, or no file of torch.save ({_reason(error)}); copy it again"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without torch's advice around it, which is to run the file."""
+    advice = ("Weights only load failed", "Please file an issue", "Check the documentation")
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(advice)]
+    return (lines or [type(error).__name__])[0][:200]
 
 
 def load_file(path: Path) -> dict[str, Any]:

@@ -48,7 +48,11 @@ def _row_start(row: tl.tensor, rule: tl.tensor, tables: tl.tensor, rows: tl.tens
     """The flat index, int64, at which the coarse row of a fine row begins. ``rule``: a closed form, then a table."""
     table = tl.load(rule + 4)
     row = tl.minimum(row, rows - 1)  # the row after the last is asked for, and not used
-    coarse_row = tl.load(tables + table + row) if table >= 0 else _closed(row, rule)
+    if table >= 0:
+        entries = tables + table
+        coarse_row = tl.load(entries + row)
+    else:
+        coarse_row = _closed(row, rule)
     return coarse_row.to(tl.int64) * width
 
 
@@ -97,7 +101,10 @@ def _coarse_value(
 
 @triton.jit
 def _load(pointer: tl.tensor, inside: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    return tl.load(pointer, mask=inside, other=0.0) if MASKED else tl.load(pointer)
+    if MASKED:
+        return tl.load(pointer, mask=inside, other=0.0)
+    else:
+        return tl.load(pointer)
 
 
 @triton.jit
@@ -114,7 +121,9 @@ def _pointer(
 ) -> tl.tensor:
     """Of the elements start + lane of a flat tensor; a tile without a mask begins at a multiple of four elements."""
     first = (address + start * size).to(tl.pointer_type(dtype))
-    return first + lane if MASKED else tl.multiple_of(first, 4 * size) + lane
+    if not MASKED:
+        first = tl.multiple_of(first, 4 * size)
+    return first + lane
 
 
 @triton.jit
@@ -210,7 +219,9 @@ def refine_kernel(
     address = tl.load(job)
     lead = address // 4 % 4  # elements between the 16-byte boundary and the block's first
     start = (tile - tl.load(job + 2)) * BLOCK - lead
-    alike = tl.load(job + 3) // 2 % 4 == lead if WEIGHT != NO_WEIGHT else True
+    alike = True
+    if WEIGHT != NO_WEIGHT:
+        alike = tl.load(job + 3) // 2 % 4 == lead
     if MOMENTS:
         alike = alike & (tl.load(job + 18) // 4 % 4 == lead) & (tl.load(job + 19) // 4 % 4 == lead)
     if (start >= 0) & (start + BLOCK <= tl.load(job + 1)) & alike:
@@ -233,7 +244,7 @@ def launch_refine(jobs: Sequence[RefineJob], *, beta: float, block: int = BLOCK)
     """Refine checked, laid-out jobs with elements: one launch for each :class:`Variant` among them."""
     variants: dict[Variant, list[RefineJob]] = {}
     for job in jobs:
-        variants.setdefault(_variant(job, block), []).append(job)
+        variants.setdefault(variant_of(job, block), []).append(job)
     mode = {0.0: OVERWRITE, 1.0: ADD}.get(beta, BLEND).value
     for variant, alike in variants.items():
         table, divisors, tables, owners = (uploaded(t, jobs[0].x.device) for t in describe(alike, block))
@@ -251,7 +262,8 @@ def describe(jobs: Sequence[RefineJob], block: int) -> tuple[Tensor, Tensor, Ten
     return torch.tensor(rows), torch.tensor([_divisors(job) for job in jobs]), tables.joined(), owners
 
 
-def _variant(job: RefineJob, block: int) -> Variant:
+def variant_of(job: RefineJob, block: int) -> Variant:
+    """The variant that refines a job in tiles of ``block`` elements."""
     kinds = {None: NO_WEIGHT, torch.bfloat16: BF16, torch.float16: FP16}
     weight = kinds[None if job.weight is None else job.weight.dtype]
     return Variant(

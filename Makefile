@@ -10,7 +10,7 @@ DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) /
 LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
 DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2 training.micro_batch=16
 
-.PHONY: demo data test test-full check bench bench-transition bench-checkpoint transitions clean
+.PHONY: demo data test test-full check bench bench-transition bench-kernels bench-checkpoint transitions clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,9 @@ bench-transition: $(READY) ## a BERT-Large-sized state to half its size and back
 
 bench-checkpoint: $(READY) ## save, load and reshard a GPT-Base-sized state, against torch.save of it
 	$(BIN)/python -m tests.bench.bench_checkpoint
+
+bench-kernels: $(READY) ## refine and coalesce as shares of the device's own copy
+	$(BIN)/python kernels/bench.py
 
 transitions: $(READY) data/demo/gpt/prepare.json data/demo/bert/prepare.json ## held-out loss around every change of level
 	PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.transitions --out runs/transitions.md

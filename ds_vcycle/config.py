@@ -72,7 +72,9 @@ class Section(BaseModel):
     def _no_switch_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         """Without this, pydantic takes ``layers: yes`` for one layer."""
         if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError(f"{str(value).lower()} is given where no switch is expected; give a value, or remove it")
+            raise ValueError(
+                f"{str(value).lower()} is a switch to YAML, and a value is expected; give one, or remove the key"
+            )
         return value
 
 

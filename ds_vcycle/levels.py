@@ -98,7 +98,8 @@ def data_parallel(level: Level, *, world_size: int, global_batch: int) -> tuple[
     if world_size % tp:
         raise ConfigError(
             f"level {level.index}: tensor_parallel={tp} does not divide the {world_size} ranks of this launch; "
-            f"start a multiple of {tp} ranks (deepspeed --num_gpus N) or change model.tensor_parallel"
+            f"start a multiple of {tp} ranks (deepspeed --num_gpus N) or change model.tensor_parallel or "
+            f"levels.{level.index - 1}.tensor_parallel"
         )
     dp = world_size // tp
     if global_batch % (dp * level.micro_batch):

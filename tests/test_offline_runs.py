@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,94 @@ def test_of_an_offline_checkpoint_nothing_can_be_resumed(run: RunConfig, tmp_pat
     (outcome,) = attempts(Attempt(config=config, resume="always"))
     assert "is no checkpoint of a run" in outcome.text
     assert "training.init_from=" in outcome.text
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert cli.run([str(argument) for argument in arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_model_goes_up_by_the_maps_it_came_down_by(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by way of a run of its own, which records the checkpoint it began from and not what that came from."""
+    policies = ["operators.depth_residual=copy", "levels.1.groupings.head=local_stack"]
+    _verb("coalesce", "--from", run.run_dir / _INITIAL, "--to", tmp_path / "small", *policies)
+    small = _shapes(run)[1]
+    changes = {"model.layers": small.layers, "model.hidden": small.hidden, "model.heads": small.heads}
+    changes |= {"cycle": {"kind": "flat", "flat": {"steps": 1, "warmup_steps": 0}}, "lr.peak": 1e-60}
+    changes |= {"lr.warmup_steps": 0, "training.init_from": str(tmp_path / "small")}
+    own = tiny_run(tmp_path / "own", changes=changes)
+    (outcome,) = attempts(Attempt(config=own))
+    assert outcome.text == "finished"
+    capsys.readouterr()
+    alone = ["--alpha", 1, "--beta", 0]
+    for number, coarse in enumerate((tmp_path / "small", own.run_dir)):
+        _verb("refine", "--fine", run.run_dir / _INITIAL, "--coarse", coarse, "--to", tmp_path / f"up-{number}", *alone)
+        said = capsys.readouterr().out
+        assert "depth_residual copy" in said and "head local_stack" in said
+    ups = [load_wholes(tmp_path / f"up-{number}", _shapes(run)[0])["master"] for number in range(2)]
+    assert differing({"master": ups[0]}, {"master": ups[1]}) == []
+    given = ["refine", "--fine", run.run_dir / _INITIAL, "--coarse", own.run_dir, "--to", tmp_path / "up", *alone]
+    text = _refused(capsys, *given, "operators.depth_residual=first")
+    assert "operators.depth_residual is first here" in text and "coalesced under copy" in text
+    assert "levels.1.groupings is" in _refused(capsys, *given, "levels.1.groupings.head=stack")
+    (tmp_path / "small").rename(tmp_path / "elsewhere")
+    assert "local_stack depends on" in _refused(capsys, *given, "levels=[{},{groupings: {head: local_stack}}]")
+
+
+def test_a_coarse_checkpoint_is_of_the_level_below(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fine = run.run_dir / _INITIAL
+    text = _refused(capsys, "refine", "--fine", fine, "--coarse", run.run_dir, "--to", tmp_path / "to")
+    assert "is as large as --fine" in text and "RUN@STEP" in text
+    _verb("coalesce", "--from", fine, "--to", tmp_path / "second")
+    _verb(
+        "coalesce",
+        "--from",
+        tmp_path / "second",
+        "--to",
+        tmp_path / "third",
+        "levels.2.layers=1",
+        "levels.2.tensor_parallel=1",
+    )
+    text = _refused(capsys, "refine", "--fine", fine, "--coarse", tmp_path / "third", "--to", tmp_path / "to")
+    assert "is level 3 and --fine" in text and "level 1" in text
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("override", ["cycle.kind=flat", "training.seed=7", "model.norm_eps=0.5"])
+def test_overrides_are_of_levels_and_maps(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    text = _refused(capsys, "coalesce", "--from", run.run_dir, "--to", tmp_path / "to", override)
+    assert f"{override} changes no level and no map" in text
+    assert not (tmp_path / "to").exists()
+
+
+def test_where_something_is_that_must_stay_nothing_is_written(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _verb("coalesce", "--from", run.run_dir, "--to", tmp_path / "small")
+    (tmp_path / "small").rename(tmp_path / ".replaced-small")  # as a kill within --overwrite leaves it
+    (tmp_path / "file").write_text("")
+    within = run.run_dir / _INITIAL / "deep" / "er"
+    for to, wanted in {
+        tmp_path / "small": "exists; give another directory",
+        tmp_path / "file" / "x": f"{tmp_path / 'file'} is a file",
+        within: "lies among a run's checkpoints",
+    }.items():
+        assert wanted in _refused(capsys, "coalesce", "--from", run.run_dir, "--to", to)
+    assert "is a run that has trained" in _refused(
+        capsys, "convert", "--from", run.run_dir / _INITIAL, "--to", tiny_copy(run, tmp_path), "--tp", 1, "--overwrite"
+    )
+    text = _refused(capsys, "coalesce", "--from", tmp_path / "small", "--to", tmp_path / "small", "--overwrite")
+    assert "holds the checkpoint that is read" in text
+    with open_checkpoint(tmp_path / ".replaced-small"):
+        assert not within.exists()
+
+
+def tiny_copy(run: RunConfig, tmp_path: Path) -> Path:
+    """Another run directory."""
+    return shutil.copytree(run.run_dir, tmp_path / "copy")

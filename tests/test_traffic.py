@@ -27,7 +27,7 @@ def printed(plan):
 def test_adjacent_groups_under_one_tensor_parallel_degree_are_local():
     plan = plan_of("demo_gpt.yaml", "model.tensor_parallel=2", ranks=2)
     assert all(row.local for row in plan.transitions[0].traffic)
-    assert "traffic: none, all 28 maps stay within a rank" in printed(plan)
+    assert "traffic: none, all 28 coarse parameters stay within a rank" in printed(plan)
 
 
 def test_stacked_heads_send_half_of_what_they_are():

@@ -24,6 +24,7 @@ from ds_vcycle.checkpoint.offline_inputs import (
     Form,
     Source,
     both_levels,
+    of_maps,
     of_model,
     open_source,
     plan_between,
@@ -64,7 +65,7 @@ def coalesce_checkpoint(
             stack.enter_context(fine)
             form = checked_form(output, [fine], processes)
             held = recorded(fine)
-            config = two_levels(held.config, held.level.index, overrides)
+            config = two_levels(held.config, held.level.index, of_maps(overrides, fine))
             return fine, config, plan_between(config, held.level.index, fine=fine), form
 
         fine, config, plan, form = together(processes, prepare)
@@ -74,7 +75,14 @@ def coalesce_checkpoint(
             fragments=lambda item: coarse_fragments(item, keys, bucket),
             tensors=lambda item: coarse_tensors(fine, item, keys, bucket),
         )
-        written = Written(directory=output.to, level=plan.coarse, adam_step=step, config=config, form=form)
+        written = Written(
+            directory=output.to,
+            level=plan.coarse,
+            groupings=plan.coarse.groupings,
+            adam_step=step,
+            config=config,
+            form=form,
+        )
         origin = {"verb": "coalesce", "fine": origin_of(fine)}
         write(output, written, task, origin=origin, source=fine, processes=processes, advance=advance)
         return written
@@ -116,7 +124,7 @@ def refine_checkpoints(
             coarse = open_source(coarse_source, config=None, overrides=of_model(overrides))
             stack.enter_context(coarse)
             form = checked_form(output, [fine, coarse], processes)
-            config, index = both_levels(fine, coarse, blended)
+            config, index = both_levels(fine, coarse, of_maps(blended, fine, coarse))
             return fine, coarse, config, plan_between(config, index, fine=fine, coarse=coarse), form
 
         fine, coarse, config, plan, form = together(processes, prepare)
@@ -127,7 +135,14 @@ def refine_checkpoints(
             fragments=lambda item: fine_fragments(item, keys, bucket),
             tensors=lambda item: fine_tensors(blend, item, keys, bucket),
         )
-        written = Written(directory=output.to, level=plan.fine, adam_step=step, config=config, form=form)
+        written = Written(
+            directory=output.to,
+            level=plan.fine,
+            groupings=plan.coarse.groupings,
+            adam_step=step,
+            config=config,
+            form=form,
+        )
         blending = {"alpha": blend.alpha, "beta": blend.beta}
         origin = {"verb": "refine", "fine": origin_of(fine), "coarse": origin_of(coarse), **blending}
         write(output, written, task, origin=origin, source=fine, processes=processes, advance=advance)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ds_vcycle.checkpoint.deepspeed.files import LATEST_UNIVERSAL
 from ds_vcycle.checkpoint.huggingface.directory import is_huggingface
 from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource, open_huggingface
-from ds_vcycle.checkpoint.huggingface.settings import CONFIG
-from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
+from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
-from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded, require_shape
-from ds_vcycle.checkpoint.retention import LATEST, settled
+from ds_vcycle.checkpoint.recorded import Recorded, locate_checkpoint, recorded, require_shape
+from ds_vcycle.checkpoint.retention import settled
 from ds_vcycle.checkpoint.source import WeightSource
-from ds_vcycle.config import ConfigError, RunConfig, parse_config
+from ds_vcycle.config import ConfigError, GroupingsConfig, RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.plan import TransitionPlan, plan_transition
 from ds_vcycle.yaml_tree import TreeError, apply_override
 
 Form = Literal["store", "huggingface"]
 Source = Checkpoint | HuggingFaceSource
-WrittenForm = Literal["store", "huggingface", "deepspeed-universal"]
-_MARKS: dict[WrittenForm, str] = {"store": MANIFEST, "huggingface": CONFIG, "deepspeed-universal": LATEST_UNIVERSAL}
-_NAMES: dict[WrittenForm, str] = {
-    "store": "checkpoint", "huggingface": "Hugging Face directory",
-    "deepspeed-universal": "universal DeepSpeed checkpoint",
-}  # fmt: skip
+_SIZES = ("layers", "hidden", "heads", "kv_groups", "ffn")
 
 
 def open_source(path: Path, *, config: Path | None, overrides: Sequence[str]) -> Source:
@@ -56,6 +50,12 @@ def of_model(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if override.startswith("model.")]
 
 
+def of_maps(overrides: Sequence[str], *sources: Source) -> list[str]:
+    """The overrides of levels and policies: all, but those that a Hugging Face model was opened with."""
+    opened = of_model(overrides) if any(form_of(source) == "huggingface" for source in sources) else []
+    return [override for override in overrides if override not in opened]
+
+
 def form_of(source: Source) -> Form:
     """The form a source is stored in."""
     return "huggingface" if isinstance(source, HuggingFaceSource) else "store"
@@ -65,32 +65,6 @@ def tokenizer_directories(source: Source, config: RunConfig) -> list[Path]:
     """Where the tokenizer of a model may lie: beside a Hugging Face model, or in the corpora it was trained on."""
     own = [source.directory.resolve()] if isinstance(source, HuggingFaceSource) else []
     return list(dict.fromkeys([*own, *(corpus.path.resolve() for corpus in config.data.blend)]))
-
-
-def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, form: WrittenForm = "store") -> None:
-    """Refuse to write where something is that must stay.
-
-    Args:
-        to: directory to write.
-        sources: what is read.
-        overwrite: replace what is there, if it has the form that is written.
-        form: that is written.
-
-    Raises:
-        CheckpointError: names ``--to`` and what is there.
-    """
-    if (to.parent / LATEST).is_file():
-        raise CheckpointError(
-            f"--to {to} lies among a run's checkpoints, which come and go; give a directory elsewhere"
-        )
-    if not to.exists():
-        return
-    if any(to.resolve() == source.directory.resolve() for source in sources):
-        raise CheckpointError(f"--to {to} is the checkpoint that is read; give another directory")
-    if not overwrite:
-        raise CheckpointError(f"--to {to} exists; give another directory, or replace it with --overwrite")
-    if not to.is_dir() or (any(to.iterdir()) and not (to / _MARKS[form]).is_file()):
-        raise CheckpointError(f"--to {to} is no {_NAMES[form]}, so --overwrite leaves it alone; give another directory")
 
 
 def two_levels(
@@ -105,11 +79,15 @@ def two_levels(
         sizes: of the coarse level, if they are known.
 
     Raises:
-        ConfigError: an override that does not fit, or a level that cannot be had.
+        ConfigError: an override that does not fit or is not of operators or levels, or a level that cannot be had.
     """
+    for override in overrides:
+        if override.partition("=")[0].split(".")[0] not in ("operators", "levels"):
+            raise ConfigError(f"{override} changes no level and no map; give overrides of operators and levels only")
     tree = config.model_dump(mode="json")
     if config.cycle.visited <= index:
         tree["cycle"] = {"kind": "V", "levels": index + 1}
+        tree["levels"] = tree["levels"][: index + 1]  # a flat run may be of a file with more levels
     tree["levels"] += [{} for _ in range(index + 1 - len(tree["levels"]))]
     if sizes is not None:
         tree["levels"][index] |= sizes
@@ -124,23 +102,90 @@ def two_levels(
 def both_levels(fine: WeightSource, coarse: WeightSource, overrides: Sequence[str]) -> tuple[RunConfig, int]:
     """The configuration that both levels belong to, and the fine one's index.
 
-    It is the coarse checkpoint's where that has both levels, else the fine one's with the coarse model's sizes.
+    It is the one the coarse model was coalesced under, where the coarse checkpoint has both levels or the checkpoint
+    that its run began from does, if that is still there; else the fine one's with the coarse model's sizes.
 
     Raises:
-        UserError: the coarse model is the larger one, an override does not fit, or the level cannot be had.
+        UserError: the coarse model is the larger one, an override does not fit or would map otherwise than the coarse
+            model was coalesced, or the level cannot be had.
     """
     large, small = recorded(fine), recorded(coarse)
     index = large.level.index
-    if small.level.index == index + 1:
-        return two_levels(small.config, index, overrides), index
-    sizes = {key: getattr(small.level.shape, key) for key in ("layers", "hidden", "heads", "kv_groups", "ffn")}
-    for key, size in sizes.items():
-        if size > getattr(large.level.shape, key):
+    coalesced = _coalesced_under(small, index)
+    if coalesced is not None:
+        config = two_levels(coalesced, index, overrides)
+        _same_maps(config, coalesced, index, coarse.directory)
+        return config, index
+    _require_smaller(fine, coarse)
+    sizes = {key: getattr(small.level.shape, key) for key in _SIZES}
+    config = two_levels(large.config, index, overrides, sizes)
+    for axis in ("head", "ffn"):
+        if getattr(resolve_levels(config)[index].groupings, axis) == "local_stack":
             raise CheckpointError(
-                f"--coarse {coarse.directory} has {key}={size}, more than the {getattr(large.level.shape, key)} of "
-                f"--fine {fine.directory}; give the larger model as --fine and the smaller one as --coarse"
+                f"groupings.{axis}=local_stack depends on the tensor-parallel degree at which --coarse "
+                f"{coarse.directory} was coalesced, and the checkpoint that its run began from is not there any more; "
+                "put it back, or give the groups as lists"
             )
-    return two_levels(large.config, index, overrides, sizes), index
+    return config, index
+
+
+def _require_smaller(fine: WeightSource, coarse: WeightSource) -> None:
+    """The coarse model is not the fine one, no larger, and no level further down."""
+    large, small = recorded(fine), recorded(coarse)
+    remedy = "give the larger model as --fine and the smaller one, of the level below, as --coarse"
+    for key in _SIZES:
+        size, limit = getattr(small.level.shape, key), getattr(large.level.shape, key)
+        if size > limit:
+            raise CheckpointError(
+                f"--coarse {coarse.directory} has {key}={size}, more than the {limit} of --fine {fine.directory}; "
+                f"{remedy}"
+            )
+    if small.level.index not in (1, large.level.index + 1):
+        raise CheckpointError(
+            f"--coarse {coarse.directory} is level {small.level.index} and --fine {fine.directory} level "
+            f"{large.level.index}; {remedy}"
+        )
+    if all(getattr(small.level.shape, key) == getattr(large.level.shape, key) for key in _SIZES):
+        raise CheckpointError(
+            f"--coarse {coarse.directory} is as large as --fine {fine.directory}; {remedy} (RUN@STEP is another "
+            "checkpoint of a run than its latest)"
+        )
+
+
+def _coalesced_under(small: Recorded, index: int) -> RunConfig | None:
+    """The configuration of the transition from level ``index`` that a coarse model came from, if it can be known."""
+    if small.level.index == index + 1:
+        return small.config
+    start = small.config.training.init_from
+    if start is None or is_huggingface(settled(start)):
+        return None
+    try:
+        with open_checkpoint(locate_checkpoint(start)) as held:
+            began = recorded(held)
+    except CheckpointError:
+        return None  # gone meanwhile: it is not needed, what it says can be given as overrides
+    same = replace(began.level.shape, padded_vocab=0) == replace(small.level.shape, padded_vocab=0)
+    return began.config if same and began.level.index == index + 1 else None
+
+
+def _same_maps(config: RunConfig, coalesced: RunConfig, index: int, directory: Path) -> None:
+    """A model goes up as it came down: the overrides leave the policies and groupings alone."""
+    groupings = (resolve_levels(each)[index].groupings for each in (config, coalesced))
+    pairs = {
+        "operators.embedding": (config.operators.embedding, coalesced.operators.embedding),
+        "operators.depth_residual": (config.operators.depth_residual, coalesced.operators.depth_residual),
+        f"levels.{index}.groupings": tuple(groupings),
+    }
+    for key, (given, before) in pairs.items():
+        if given != before:
+            raise CheckpointError(
+                f"{key} is {_plain(given)} here, but --coarse {directory} was coalesced under {_plain(before)}; leave "
+                "it as it was"
+            )
+
+
+def _plain(value: str | GroupingsConfig) -> str:
+    return value if isinstance(value, str) else str(value.model_dump())
 
 
 def plan_between(

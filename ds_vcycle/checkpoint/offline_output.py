@@ -15,12 +15,13 @@ import ds_vcycle
 from ds_vcycle.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from ds_vcycle.checkpoint.huggingface.writing import DEFAULT_SHARD, Export, shard_bytes, write_huggingface
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.offline_inputs import Form, Source, check_target, form_of, tokenizer_directories
+from ds_vcycle.checkpoint.offline_inputs import Form, Source, form_of, tokenizer_directories
 from ds_vcycle.checkpoint.processes import Processes
 from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.checkpoint.store import save_written
 from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.config import RunConfig
+from ds_vcycle.checkpoint.target import check_target
+from ds_vcycle.config import GroupingsConfig, RunConfig
 from ds_vcycle.levels import Level
 from ds_vcycle.operators.plan import ParameterMap
 
@@ -29,10 +30,14 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The checkpoint an offline verb wrote: its level, the configuration, Adam's step if it has moments (0: none)."""
+    """The checkpoint an offline verb wrote: its level, the configuration, Adam's step if it has moments (0: none).
+
+    ``groupings``: from the fine level to the coarse one.
+    """
 
     directory: Path
     level: Level
+    groupings: GroupingsConfig
     adam_step: int
     config: RunConfig
     form: Form = "store"

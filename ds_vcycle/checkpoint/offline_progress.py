@@ -35,7 +35,7 @@ def summary(written: Written) -> str:
     moments = f"Adam's moments of step {written.adam_step:,}" if written.adam_step else "no moments"
     groups = ", ".join(
         f"{axis} {grouping if isinstance(grouping, str) else 'as listed'}"
-        for axis, grouping in written.level.groupings.model_dump().items()
+        for axis, grouping in written.groupings.model_dump().items()
     )
     use = (
         "from_pretrained loads it; ds-vcycle convert makes a checkpoint of it"

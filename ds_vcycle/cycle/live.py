@@ -79,10 +79,11 @@ class LiveRun:
         seed_ranks(config.training.seed, self.mesh)
         self._open_records(resume_at=(-1, 0) if (config.run_dir / "metrics.jsonl").exists() else None)
         self.engine = self._build(self.plan.level(1), seed=config.training.seed if initial is None else None)
+        self._lap = time.perf_counter()
         if initial is not None:
             fill(self.engine, initial)
-            self.progress.note(f"level 1 starts from {config.training.init_from}")
-        self._lap = time.perf_counter()
+            self.evaluate()
+            self.progress.note(f"level 1 starts from {config.training.init_from}, held-out loss {self._held_out:.4f}")
 
     def restore(self, held: Restored) -> None:
         """Go on from what a checkpoint held (:func:`ds_vcycle.cycle.saving.read_run`)."""
@@ -95,10 +96,8 @@ class LiveRun:
         if held.random_states is not None:
             set_rng_state(held.random_states)
         else:
-            self.progress.note(
-                "warning: another number of ranks or tensor-parallel degree than before: random generators are seeded "
-                "anew"
-            )
+            change = "another number of ranks or tensor-parallel degree than before"
+            self.progress.note(f"warning: {change}: random generators are seeded anew")
         self.progress.note(f"resumed from {held.directory}")
         self._lap = time.perf_counter()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_vcycle.config import Grouping, Precision, RunConfig
+from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
 from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.axes import plan_axes
@@ -70,6 +70,7 @@ class TransitionOverview:
     groupings: tuple[GroupingOverview, ...]
     lossless: bool
     notes: tuple[str, ...]
+    moments: MomentPolicy
     traffic: tuple[ParameterTraffic, ...] | None
 
 
@@ -207,6 +208,7 @@ def _transitions(
                 groupings=tuple(_grouping(axis, getattr(groupings, axis.axis)) for axis in plan.axes.values()),
                 lossless=plan.lossless,
                 notes=plan.notes,
+                moments=config.operators.moments,
                 traffic=None if ranks is None else _traffic(config, levels[fine - 1], levels[fine], ranks),
             )
         )

@@ -99,29 +99,31 @@ def _render_transition(transition: TransitionOverview, console: Console) -> None
         if row.fine == row.coarse:
             console.print(f"  {row.axis}: {row.fine:,}, not grouped", highlight=False)
             continue
-        sizes = ", ".join(f"{count:,} groups of {size}" for size, count in row.group_sizes.items())
+        sizes = ", ".join(f"{n:,} group{'s' if n > 1 else ''} of {size}" for size, n in row.group_sizes.items())
         console.print(f"  {row.axis}: {row.fine:,} -> {row.coarse:,}, {row.grouping}: {sizes}", highlight=False)
     if transition.traffic is not None:
-        _render_traffic(transition.traffic, console)
+        _render_traffic(transition, transition.traffic, console)
 
 
-def _render_traffic(rows: Sequence[ParameterTraffic], console: Console) -> None:
+def _render_traffic(transition: TransitionOverview, rows: Sequence[ParameterTraffic], console: Console) -> None:
     """Bytes sent for the weights; the layers of a template are added up, and so are all vectors."""
     crossing: dict[str, list[ParameterTraffic]] = {}
     for row in rows:
         if not row.local:
             crossing.setdefault(row.template if row.matrix else "biases, norms", []).append(row)
     if not crossing:
-        console.print(f"  traffic: none, all {len(rows)} maps stay within a rank", highlight=False)
+        console.print(f"  traffic: none, all {len(rows)} coarse parameters stay within a rank", highlight=False)
         return
     size = bytes_text(4 * sum(row.coarse_elements for row in rows))
+    moments = "; Adam's moments, mapped, send as much twice more" if transition.moments == "map" else ""
+    local = sum(row.local for row in rows)
     console.print(
-        f"  traffic of the weights (the coarse model is {size}; mapped Adam moments send as much twice more): "
-        f"{sum(row.local for row in rows)} of {len(rows)} maps stay within a rank",
+        f"  traffic of the weights (the coarse model is {size}{moments}): {local} of {len(rows)} coarse parameters "
+        "stay within a rank",
         highlight=False,
     )
     table = _table("")
-    for heading in ("  crosses ranks", "maps", "coalesce", "at most\na rank", "refine", "at most\na rank"):
+    for heading in ("  crosses ranks", "parameters", "coalesce", "at most\na rank", "refine", "at most\na rank"):
         table.add_column(heading, justify="left" if "crosses" in heading else "right", overflow="fold")
     for name, members in [*crossing.items(), ("all", list(rows))]:
         sent = [row.coalesce for row in members], [row.refine for row in members]

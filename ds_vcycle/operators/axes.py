@@ -66,12 +66,18 @@ def _check_shapes(fine: ModelShape, coarse: ModelShape) -> None:
 def _axis_maps(fine: Level, coarse: Level) -> dict[str, AxisMap]:
     groupings, tp = coarse.groupings, fine.tensor_parallel
     a, b = fine.shape, coarse.shape
-    return {
-        "layer": axis_map("layer", fine=a.layers, coarse=b.layers, grouping=groupings.layer),
-        "hidden": axis_map("hidden", fine=a.hidden, coarse=b.hidden, grouping=groupings.hidden),
-        "head": axis_map("head", fine=a.kv_groups, coarse=b.kv_groups, grouping=groupings.head, chunks=tp),
-        "ffn": axis_map("ffn", fine=a.ffn, coarse=b.ffn, grouping=groupings.ffn, chunks=tp),
-    }
+    try:
+        return {
+            "layer": axis_map("layer", fine=a.layers, coarse=b.layers, grouping=groupings.layer),
+            "hidden": axis_map("hidden", fine=a.hidden, coarse=b.hidden, grouping=groupings.hidden),
+            "head": axis_map("head", fine=a.kv_groups, coarse=b.kv_groups, grouping=groupings.head, chunks=tp),
+            "ffn": axis_map("ffn", fine=a.ffn, coarse=b.ffn, grouping=groupings.ffn, chunks=tp),
+        }
+    except PlanError as error:
+        raise PlanError(
+            f"level {fine.index} to {coarse.index}: operators.{error} (for these levels alone: "
+            f"levels.{coarse.index - 1}.groupings)"
+        ) from error
 
 
 def _losses(axes: Mapping[str, AxisMap], operators: OperatorsConfig, *, pre: bool) -> tuple[str, ...]:

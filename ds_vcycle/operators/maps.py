@@ -102,10 +102,10 @@ def _explicit(axis: str, fine: int, coarse: int, groups: list[list[int]]) -> tup
     parent = [-1] * fine
     for index, members in enumerate(groups):
         if not members:
-            raise PlanError(f"groupings.{axis}: group {index} is empty; every coarse index needs a fine one")
+            raise PlanError(f"groupings.{axis}: group {index} (from 0) is empty; every coarse index needs a fine one")
         for member in members:
             if not 0 <= member < fine:
-                raise PlanError(f"groupings.{axis}: group {index} names {member}, outside 0..{fine - 1}")
+                raise PlanError(f"groupings.{axis}: group {index} (from 0) names {member}, outside 0..{fine - 1}")
             if parent[member] >= 0:
                 raise PlanError(
                     f"groupings.{axis}: index {member} is in groups {parent[member]} and {index}; keep it in one"

@@ -86,6 +86,12 @@ NATIVE = {
         change=lambda folder: [path.unlink() for path in folder.glob("*_optim_states.pt")], said="saved without ZeRO"
     ),
     "no shapes": Refused(change=_model(lambda tree: tree.update(param_shapes=None)), said="saved without ZeRO"),
+    "shapes of another kind": Refused(
+        change=_model(lambda tree: tree.update(param_shapes=[5])), said="global_step7 is malformed"
+    ),
+    "groups of another kind": Refused(
+        change=_optimizer(lambda state: state["base_optimizer_state"].update(param_groups=[{}])), said="is malformed"
+    ),
     "an older release": Refused(change=_model(lambda tree: tree.pop("param_shapes")), said="has no param_shapes"),
     "pipeline": Refused(change=_copy(_FILE, "layer_01-model_00-model_states.pt"), said="split over pipeline stages"),
     "experts": Refused(change=_copy(_FILE, "expp_rank_0_mp_rank_00_optim_states.pt"), said="split over experts"),

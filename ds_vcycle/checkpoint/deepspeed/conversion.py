@@ -117,7 +117,8 @@ def _open(directory: Path, config: RunConfig, whose: str) -> Source:
         return (UniversalSource if is_universal(directory) else open_native)(directory, config, whose)
     except (AttributeError, IndexError, KeyError, TypeError) as error:  # values of other kinds than DeepSpeed writes
         raise CheckpointError(
-            f"{directory} is malformed ({type(error).__name__}: {error}); copy it again, or save it with DeepSpeed 0.19.8"
+            f"{directory} is malformed ({type(error).__name__}: {error}); copy it again, or save it with DeepSpeed "
+            "0.19.8"
         ) from error
 
 

@@ -36,7 +36,7 @@ data/demo/bert/prepare.json: | $(READY)
 data: data/demo/gpt/prepare.json data/demo/bert/prepare.json ## the corpora of the demo configurations
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not full'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not full'
 
 test-full: $(READY)
 	$(BIN)/python -m pytest

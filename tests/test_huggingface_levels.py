@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from transformers import AutoTokenizer
 
 from ds_vcycle import cli
 from ds_vcycle.checkpoint.store import open_checkpoint
+from ds_vcycle.cycle.runner import run_training
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.model.initial import initial_slice
 from ds_vcycle.schema import parameters
 from tests.dist.cases_resume import Attempt
 from tests.huggingface_models import level_of, logits_of, save_model, tensors_in
 from tests.model_level import batch_for
+from tests.operator_models import single_process
 from tests.resumed import attempts, last_checkpoint
 from tests.stored import differing, load_wholes
 from tests.tiny import tiny_corpus, tiny_run
@@ -28,6 +31,8 @@ _HALF = {
     "bert": {"num_hidden_layers": 1, "hidden_size": 21, "num_attention_heads": 3, "intermediate_size": 33},
 }
 _AUTO = {"gpt2": "AutoModelForCausalLM", "megatron-bert": "AutoModelForPreTraining", "bert": "AutoModelForPreTraining"}
+
+single = pytest.fixture(single_process, scope="module")
 
 
 def verb(*arguments: object) -> None:
@@ -81,11 +86,8 @@ def test_transformers_computes_the_small_models_logits_with_the_large_one(tmp_pa
     torch.testing.assert_close(found["logits"][real], wanted["logits"][real], rtol=0, atol=1e-4)
 
 
-def test_a_run_from_an_encoder_and_its_export(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The encoder comes from the directory, the head from the run's seed, under TP 2; the export has the tokenizer.
-
-    With a learning rate of next to nothing the run must end with the bits it started from.
-    """
+def _encoder(tmp_path: Path) -> dict[str, Any]:
+    """A checkpoint of an encoder without heads, and the changes of a run of one step that starts from it."""
     sizes = {"vocab_size": 301, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     further = {"intermediate_size": 128, "max_position_embeddings": 32, "layer_norm_eps": 1e-5}
     source = save_model("bert encoder", tmp_path / "hf", **sizes, **further)
@@ -94,10 +96,18 @@ def test_a_run_from_an_encoder_and_its_export(tmp_path: Path, capfd: pytest.Capt
         "model.norm_placement": "post", "training.init_from": str(tmp_path / "start"), "lr.peak": 1e-60,
         "lr.warmup_steps": 0, "cycle": {"kind": "flat", "flat": {"steps": 1, "warmup_steps": 0}},
     }  # fmt: skip
+    return changes
+
+
+def test_a_run_from_an_encoder_and_its_export(tmp_path: Path) -> None:
+    """The encoder comes from the directory, the head from the run's seed, under TP 2; the export has the tokenizer.
+
+    With a learning rate of next to nothing the run must end with the bits it started from.
+    """
+    changes = _encoder(tmp_path)
     config = tiny_run(tmp_path / "run", "bert", tp=2, changes=changes)
     (outcome,) = attempts(Attempt(config=config))
     assert outcome.text == "finished"
-    assert "not there, and so from the seed: lm_head.dense.weight" in capfd.readouterr().err
 
     (level,) = resolve_levels(config)
     held = load_wholes(last_checkpoint(config.run_dir), level.shape)["master"]
@@ -116,10 +126,17 @@ def test_a_run_from_an_encoder_and_its_export(tmp_path: Path, capfd: pytest.Capt
 
     verb("convert", "--from", f"{config.run_dir}@1", "--to", tmp_path / "to")
     exported = tensors_in(tmp_path / "to")
-    assert all(exported[f"bert.{name}"].equal(value) for name, value in tensors_in(source).items())
+    assert all(exported[f"bert.{name}"].equal(value) for name, value in tensors_in(tmp_path / "hf").items())
     wanted = logits_of(tmp_path / "to", "AutoModelForPreTraining", batch_for(level))
     assert wanted["logits"].shape == (3, 32, 301)
     text = "the union of the states"
     ids = AutoTokenizer.from_pretrained(tmp_path / "to")(text)["input_ids"]
     assert ids == AutoTokenizer.from_pretrained(tiny_corpus("bert"))(text)["input_ids"] and len(ids) > 3
     shutil.rmtree(tmp_path / "to")
+
+
+def test_what_an_encoder_lacks_is_said(single: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_training(tiny_run(tmp_path / "run", "bert", changes=_encoder(tmp_path)))
+    said = capfd.readouterr().err
+    assert "not there, and so from the seed: lm_head.dense.weight" in said
+    assert "start, held-out loss " in said

@@ -183,7 +183,7 @@ def test_targets(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     _refused(capsys, "--to .*other exists", *convert, other)
     _refused(capsys, "--to .*other is no checkpoint, so --overwrite", *convert, other, "--overwrite")
     _refused(capsys, "is no Hugging Face directory", *convert, other, "--format", "huggingface", "--overwrite")
-    _refused(capsys, "is the checkpoint that is read", *convert, source, "--format", "huggingface", "--overwrite")
+    _refused(capsys, "holds the checkpoint that is read", *convert, source, "--format", "huggingface", "--overwrite")
     assert cli.run([str(argument) for argument in [*convert, tmp_path / "store"]]) == 0
     back = ["convert", "--from", tmp_path / "store", "--to", tmp_path / "back"]
     _refused(capsys, "--max-shard-size 5 apples: give a size like 5GB", *back, "--max-shard-size", "5 apples")

@@ -217,9 +217,9 @@ def without(weights, name):
         ([[0, 1], [2, 3], [4]], "index 5 is in no group"),
         ([[0, 1], [2, 3], [4, 5, 1]], "index 1 is in groups 0 and 2"),
         ([[0, 1], [2, 3, 3], [4, 5]], "index 3 is in groups 1 and 1"),
-        ([[0, 1, 2], [], [3, 4, 5]], "group 1 is empty"),
-        ([[0, 1], [2, 3], [4, 6]], r"group 2 names 6, outside 0\.\.5"),
-        ([[0, 1], [2, 3], [4, -1]], r"group 2 names -1, outside 0\.\.5"),
+        ([[0, 1, 2], [], [3, 4, 5]], r"group 1 \(from 0\) is empty"),
+        ([[0, 1], [2, 3], [4, 6]], r"group 2 \(from 0\) names 6, outside 0\.\.5"),
+        ([[0, 1], [2, 3], [4, -1]], r"group 2 \(from 0\) names -1, outside 0\.\.5"),
         ([[0, 1, 2], [3, 4, 5]], "2 groups given for 3 coarse indices"),
     ],
 )

@@ -164,9 +164,9 @@ def test_damage_is_found_before_anything_is_published(run: StoredRun, tmp_path: 
     ("to", "message"),
     [
         (".", "holds the checkpoint that is read"),
-        (f"checkpoints/{STEP}", "holds the checkpoint that is read"),
+        (f"checkpoints/{STEP}", "lies among a run's checkpoints"),
         ("checkpoints/other", "lies among a run's checkpoints"),
-        ("metrics.jsonl", "is no checkpoint and no run, so --overwrite leaves it alone"),
+        ("metrics.jsonl", "is no run, so --overwrite leaves it alone"),
     ],
 )
 def test_where_something_must_stay_nothing_is_written(run: StoredRun, to: str, message: str) -> None:

@@ -104,7 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "binary manifest": (lambda d: (d / "manifest.json").write_bytes(b"\xff\x00"), "manifest.json is damaged"),
     "other JSON": (lambda d: (d / "manifest.json").write_text("[1]"), "manifest.json is not a manifest of ds-vcycle"),
     "other format": (lambda d: _edit(d, lambda m: m.update(format="x")), "is not a manifest of ds-vcycle"),
-    "other version": (lambda d: _edit(d, lambda m: m.update(version=99)), "format version 99, .* reads version 1"),
+    "other version": (lambda d: _edit(d, lambda m: m.update(version=99)), "format version 99, .* reads version 2"),
     "edited state": (lambda d: _edit(d, lambda m: m["state"].update(step=7)), "manifest.json .*was edited"),
     "edited shape": (lambda d: _edit(d, lambda m: m["parameters"].popitem()), "manifest.json .*was edited"),
     "no checksum": (lambda d: _edit(d, lambda m: m.pop("checksum")), "manifest.json .*was edited"),

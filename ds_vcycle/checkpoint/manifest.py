@@ -21,7 +21,7 @@ from ds_vcycle.config import UserError
 from ds_vcycle.schema import Parameter
 
 FORMAT = "ds-vcycle shard store"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 Run = tuple[int, int]  # indices [start, end)
 

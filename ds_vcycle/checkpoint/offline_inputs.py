@@ -82,7 +82,8 @@ def two_levels(
         ConfigError: an override that does not fit or is not of operators or levels, or a level that cannot be had.
     """
     for override in overrides:
-        if override.partition("=")[0].split(".")[0] not in ("operators", "levels"):
+        key, assigned, _ = override.partition("=")
+        if assigned and key.split(".")[0] not in ("operators", "levels"):
             raise ConfigError(f"{override} changes no level and no map; give overrides of operators and levels only")
     tree = config.model_dump(mode="json")
     if config.cycle.visited <= index:

@@ -53,5 +53,5 @@ def check_target(to: Path, sources: Sequence[WeightSource], *, overwrite: bool, 
         raise CheckpointError(f"--to {to} exists; give another directory, or replace it with --overwrite")
     if not there.is_dir() or (any(there.iterdir()) and not (there / _MARKS[form]).is_file()):
         raise CheckpointError(f"--to {to} is no {_NAMES[form]}, so --overwrite leaves it alone; give another directory")
-    if (there / "metrics.jsonl").exists():
+    if (there / "status.json").exists():
         raise CheckpointError(f"--to {to} is a run that has trained, so --overwrite leaves it alone; give another one")

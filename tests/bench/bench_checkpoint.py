@@ -3,7 +3,8 @@
 ``python -m tests.bench.bench_checkpoint`` (``make bench-checkpoint``). One rank, random numbers, no model. All is taken
 in one run, each round one after the other, and given as a ratio: ``torch.save`` and ``torch.load`` of the same tensors
 in one file, synced to the disk as ours are; ours also compares checksums. The resharding is ``ds-vcycle convert`` from
-two tensor-parallel ranks to one, its memory that of the whole process.
+two tensor-parallel ranks to one, its memory that of the whole process; a second table gives it beside DeepSpeed's
+``ds_to_universal`` (:mod:`tests.bench.against_universal`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ds_vcycle.parallel import init_distributed, mesh_for
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, rank_placements
 from ds_vcycle.train.metrics import Totals
+from tests.bench.against_universal import compare, rows
 from tests.dist.ranks import values
 
 BASE = {"layers": 12, "hidden": 768, "heads": 12, "sequence_length": 1024, "vocab_size": 50257}
@@ -219,6 +221,8 @@ def main() -> None:
         arguments = [folder, options.layers, options.rounds, os.cpu_count() or 1]
         (found,) = values(1, "tests.bench.bench_checkpoint:in_one_process", arguments, timeout_s=1800)
         table = report(found, reshard_memory(Path(folder)))
+        two = run_config(Path(folder, "two"), options.layers, tp=2)
+        table += "\n" + rows(compare(Path(folder), two, options.rounds), two)
     print(table)
     if options.out is not None:
         options.out.write_text(table, encoding="utf-8")

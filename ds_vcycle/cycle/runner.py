@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -24,11 +24,13 @@ from ds_vcycle.checkpoint.store import Checkpoint, find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, UserError
 from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
 from ds_vcycle.cycle.live import LiveRun
+from ds_vcycle.cycle.lock import locked
 from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.resumable import check_resumable
-from ds_vcycle.cycle.saving import gather_objects, read_initial, read_run, versions
+from ds_vcycle.cycle.saving import Restored, gather_objects, read_initial, read_run, versions
 from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnings_for
 from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
+from ds_vcycle.cycle.transition import Staged
 
 Resume = Literal["never", "always", "auto"]
 
@@ -50,12 +52,27 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
         return "finished"
     held = None if checkpoint is None else read_run(checkpoint, config, plan.levels)
     initial = None if source is None else read_initial(source, config, plan.level(1))
-    parallel.together(lambda: _describe(plan) if dist.get_rank() == 0 else None)
+    with ExitStack() as stack:
+        parallel.together(lambda: _open(plan, stack) if dist.get_rank() == 0 else None)
+        return _run(plan, held, initial, () if source is None else missing_parameters(source))
+
+
+def _run(
+    plan: RunPlan, held: Restored | None, initial: Staged | None, drawn: Sequence[str]
+) -> Literal["finished", "stopped"]:
+    """Begin, or go on, and do the phases that are left.
+
+    Args:
+        plan: a run that has been checked.
+        held: what is resumed.
+        initial: what a run starts from that resumes nothing and does not start from the seed.
+        drawn: parameters that were not there, and so are drawn from the seed.
+    """
     with stop_signals() as flag, closing(LiveRun(plan, flag)) as run:
         try:
             if held is None:
                 run.begin(initial)
-                if source is not None and (drawn := missing_parameters(source)):
+                if drawn:
                     run.progress.note(f"not there, and so from the seed: {', '.join(drawn)}")
             else:
                 run.restore(held)
@@ -134,8 +151,8 @@ def _source(plan: RunPlan) -> Checkpoint | None:
     return checkpoint
 
 
-def _describe(plan: RunPlan) -> None:
-    """Write what the run is: the resolved configuration, the phase list, the versions."""
+def _open(plan: RunPlan, stack: ExitStack) -> None:
+    """Hold the run directory, and write what the run is: the resolved configuration, the phase list, the versions."""
     run_dir: Path = plan.config.run_dir
     texts = {
         "config.yaml": yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False),
@@ -144,6 +161,7 @@ def _describe(plan: RunPlan) -> None:
     }
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(locked(run_dir))
         for name, text in texts.items():
             (run_dir / name).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -98,7 +98,7 @@ def train_and_save(directory: str, tree: dict[str, Any]) -> None:
     engine.save_checkpoint(directory, tag=TAG, client_state=client)
 
 
-def rows(found: Sequence[Conversion], config: RunConfig) -> str:
+def comparison_table(found: Sequence[Conversion], config: RunConfig) -> str:
     """A Markdown table, each conversion as a multiple of ours."""
     shape = resolve_levels(config)[0].shape
     weights = sum(parameter.numel for parameter in parameters(shape))

@@ -37,7 +37,7 @@ from ds_vcycle.parallel import init_distributed, mesh_for
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, rank_placements
 from ds_vcycle.train.metrics import Totals
-from tests.bench.against_universal import compare, rows
+from tests.bench.against_universal import compare, comparison_table
 from tests.dist.ranks import values
 
 BASE = {"layers": 12, "hidden": 768, "heads": 12, "sequence_length": 1024, "vocab_size": 50257}
@@ -222,7 +222,7 @@ def main() -> None:
         (found,) = values(1, "tests.bench.bench_checkpoint:in_one_process", arguments, timeout_s=1800)
         table = report(found, reshard_memory(Path(folder)))
         two = run_config(Path(folder, "two"), options.layers, tp=2)
-        table += "\n" + rows(compare(Path(folder), two, options.rounds), two)
+        table += "\n" + comparison_table(compare(Path(folder), two, options.rounds), two)
     print(table)
     if options.out is not None:
         options.out.write_text(table, encoding="utf-8")

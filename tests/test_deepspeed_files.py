@@ -15,7 +15,8 @@ import torch
 from ds_vcycle import cli
 from ds_vcycle.checkpoint.deepspeed.conversion import from_deepspeed, to_universal
 from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed
-from ds_vcycle.checkpoint.manifest import read_manifest
+from ds_vcycle.checkpoint.deepspeed.loading import load_value
+from ds_vcycle.checkpoint.manifest import CheckpointError, read_manifest
 from ds_vcycle.config import UserError
 from tests.deepspeed_files import GATED, PLAIN, SPLIT, Written, config_file, edit, stored, wholes, write_native
 from tests.stored import differing, load_wholes
@@ -109,3 +110,14 @@ def test_the_command_line_tells_whose_a_checkpoint_is(tmp_path: Path, capsys: py
     assert "names 'global_step9', which is not there" in refused("--from", native, "--to", to, "--config", config)
     assert cli.run(["convert", "--from", str(native / "global_step7"), "--to", str(to), "--config", str(config)]) == 0
     assert "Adam's moments of step 7" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "states.pt"
+    torch.save({"weight": torch.full((1000,), 0.5)}, path)
+    assert load_value(path)["weight"].sum() == 500
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((8,), 0.5).numpy().tobytes()) + 2000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"states\.pt is damaged.*checksum of .*data/0 does not match"):
+        load_value(path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 
 from ds_vcycle import cli
 from ds_vcycle.checkpoint.offline import coalesce_checkpoint
@@ -74,6 +75,18 @@ def _listed(path: Path, name: str, file: str) -> None:
     index.write_text(json.dumps(tree))
 
 
+def _bottomless(path: Path) -> None:
+    (path / "config.json").write_text("[" * 100_000)
+
+
+def _index_beside(path: Path) -> None:
+    """The weights as a shard with an index, and as a whole."""
+    shutil.copyfile(path / "model.safetensors", path / "model-1.safetensors")
+    with safe_open(path / "model.safetensors", framework="pt") as opened:
+        listed = dict.fromkeys(opened.keys(), "model-1.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+
 def _without_file(path: Path) -> None:
     next(path.glob("model-00002-*")).unlink()
 
@@ -129,6 +142,14 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
         "gpt2", _config(), ["model.megatron.softmax_scale=1.0"], "model.megatron.softmax_scale=1.0 changes"
     ),
     "no such key": ("gpt2", _config(), ["model.hiden=42"], "model.hiden"),
+    "two names of a size": ("gpt2", _config(hidden_size=99), [], "hidden_size=99 and n_embd=42 are the same setting"),
+    "a list for a model": ("gpt2", _config(model_type=["gpt2"]), [], "model_type=.*cannot be converted"),
+    "a list for an activation": ("bert", _config(hidden_act=["gelu"]), [], "hidden_act=.*has no counterpart"),
+    "a bottomless config": ("gpt2", _bottomless, [], "config.json is damaged"),
+    "an old and a new name": (
+        "bert", _named("bert.encoder.layer.0.output.LayerNorm.gamma", torch.zeros(42)), [], "has one tensor twice"
+    ),
+    "an index and a whole": ("gpt2", _index_beside, [], "has both model.safetensors and model.safetensors.index.json"),
 }  # fmt: skip
 
 

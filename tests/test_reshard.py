@@ -91,7 +91,8 @@ def test_the_command_line_writes_a_run_that_can_go_on(
     assert cli.run(arguments) == 0
     text = capsys.readouterr().out
     assert f"{to / 'checkpoints' / STEP}, for 3 ranks (TP 1 x DP 3, ZeRO 3), parked: {PARKED}" in text
-    assert f"random generators seeded anew: ds-vcycle train --config {to / 'config.yaml'} --resume" in text
+    start = f"deepspeed --num_gpus 3 --module ds_vcycle train --config {to / 'config.yaml'} --resume"
+    assert f"random generators seeded anew: {start}" in text
     assert sorted(path.name for path in to.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     config = yaml.safe_load((to / "config.yaml").read_text())
     assert (config["run_dir"], config["model"]["tensor_parallel"], config["training"]["zero_stage"]) == (str(to), 1, 3)

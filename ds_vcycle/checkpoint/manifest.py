@@ -230,7 +230,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is no checkpoint: {MANIFEST} cannot be read ({error.strerror}); "
             "give a directory like RUN/checkpoints/step-00000100"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); use another checkpoint") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(

@@ -46,11 +46,12 @@ def locate_checkpoint(path: Path) -> Path:
     if (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} is a Hugging Face directory; make a checkpoint of it with ds-vcycle convert --from {path} --to DIR"
+            " (without --tp, --dp and --zero)"
         )
     what = "holds no checkpoint" if path.is_dir() else "is a file" if path.exists() else "does not exist"
     raise CheckpointError(
         f"{path} {what}; give a checkpoint directory (RUN/checkpoints/step-..., or one written by ds-vcycle coalesce), "
-        "a run directory, or RUN@STEP"
+        "a run directory, or RUN@STEP (ds-vcycle convert makes one of a Hugging Face or DeepSpeed directory)"
     )
 
 

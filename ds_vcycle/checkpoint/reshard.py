@@ -55,7 +55,10 @@ class Resharded:
         lines = [f"written: {self.checkpoint}, for {ranks}{parked}"]
         if self.is_run:
             how = "its random states kept" if self.random_states else "random generators seeded anew"
-            lines.append(f"go on, {how}: ds-vcycle train --config {self.directory / 'config.yaml'} --resume")
+            start = "ds-vcycle"
+            if layout.world_size > 1:
+                start = f"deepspeed --num_gpus {layout.world_size} --module ds_vcycle"
+            lines.append(f"go on, {how}: {start} train --config {self.directory / 'config.yaml'} --resume")
         else:
             lines.append(f"a run starts from it with training.init_from={self.checkpoint}")
         return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +39,10 @@ def load_value(path: Path) -> Any:
         CheckpointError: it is missing, damaged, or of an older format.
     """
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load compares no checksums
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} does not match")
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
         with torch.serialization.safe_globals([(Opaque, name) for name in foreign]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -48,7 +53,7 @@ def load_value(path: Path) -> Any:
             f"{path} holds objects that cannot be read without running what they name ({_reason(error)}); save it "
             "again without them (client_state of save_checkpoint)"
         ) from error
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+    except (zipfile.BadZipFile, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise CheckpointError(
             f"{path} is damaged, or no file of torch.save ({_reason(error)}); copy it again"
         ) from error

@@ -41,7 +41,14 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self._open: dict[Path, Any] = {}
         self._digest = hashlib.sha256()
-        self.tensors = {_current_name(tensor.stored_as): tensor for tensor in self._listed(directory)}
+        self.tensors: dict[str, StoredTensor] = {}
+        for tensor in self._listed(directory):
+            other = self.tensors.setdefault(_current_name(tensor.stored_as), tensor)
+            if other is not tensor:
+                raise CheckpointError(
+                    f"{directory} has one tensor twice: {other.stored_as} in {other.file.name} and {tensor.stored_as} "
+                    f"in {tensor.file.name}; remove one"
+                )
 
     @property
     def identity(self) -> str:
@@ -108,6 +115,10 @@ def require_floats(path: Path, tensors: Iterable[StoredTensor]) -> None:
 def _files(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
         names = sorted(set(_index(directory).values()))
+        if (directory / WEIGHTS).is_file() and WEIGHTS not in names:
+            raise CheckpointError(
+                f"{directory} has both {WEIGHTS} and {INDEX}, which does not list it; remove the one that is not meant"
+            )
         for name in names:
             if Path(name).name != name:
                 raise CheckpointError(f"{directory / INDEX}: file name {name!r} leads out of the directory")

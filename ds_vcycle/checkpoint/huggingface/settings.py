@@ -86,7 +86,7 @@ def read_settings(directory: Path) -> Settings:
     path = directory / CONFIG
     tree = read_json(path)
     kind = tree.get("model_type")
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise CheckpointError(
             f"{path}: model_type={_text(kind)} cannot be converted; possible: {', '.join(_KEYS)}, pretrained with a "
             "language-model or masked-token head"
@@ -176,6 +176,12 @@ def require_counterpart(shape: ModelShape, model: ModelConfig) -> None:
             _refuse(f"model.megatron.{key}={_text(model.megatron[key])}", "it changes what the model computes")
 
 
+_ALIASES = {  # names by which transformers' GPT-2 takes these settings too, and then prefers them
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.
 
@@ -186,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); give a Hugging Face directory") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} is no JSON object; copy it again")
@@ -197,10 +203,16 @@ def _section(path: Path, kind: ModelType, tree: Mapping[str, Any]) -> dict[str, 
     missing = [key for key in _KEYS[kind].values() if key not in tree and key not in _DEFAULTS and key != "n_inner"]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}; copy it again from where the model comes from")
+    for alias, own in _ALIASES.items() if kind == "gpt2" else ():
+        if alias in tree and tree[alias] != tree.get(own):
+            raise CheckpointError(
+                f"{path}: {alias}={_text(tree[alias])} and {own}={_text(tree.get(own))} are the same setting; remove "
+                f"{alias}, or make them equal"
+            )
     found: dict[str, Any] = {"architecture": "gpt" if kind == "gpt2" else "bert"}
     found |= {ours: tree.get(theirs, _DEFAULTS.get(theirs)) for ours, theirs in _KEYS[kind].items()}
     activation = found["activation"]
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise CheckpointError(
             f"{path}: {_KEYS[kind]['activation']}={_text(activation)} has no counterpart here; possible: "
             f"{', '.join(_ACTIVATIONS)}"

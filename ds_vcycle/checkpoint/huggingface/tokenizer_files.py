@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from pathlib import Path
 from ds_vcycle.checkpoint.huggingface.settings import CONFIG, TOKENS, read_json
 from ds_vcycle.checkpoint.manifest import CheckpointError
 
+_SETTINGS = "tokenizer_config.json"
 _FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "tokenizer.json", _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt",
 )  # fmt: skip
 _PREPARED = "prepare.json"
@@ -38,10 +40,15 @@ def find_tokenizer(directories: Sequence[Path]) -> TokenizerFiles:
     return found[0] if found else TokenizerFiles(ids={})
 
 
-def copy_tokenizer(tokenizer: TokenizerFiles, directory: Path) -> None:
-    """Copy the files into a directory (raises OSError)."""
+def copy_tokenizer(tokenizer: TokenizerFiles, directory: Path, *, max_length: int) -> None:
+    """Copy the files into a directory; where they do not say how long a text may be, say ``max_length`` (OSError)."""
     for path in tokenizer.files:
         shutil.copyfile(path, directory / path.name)
+        if path.name == _SETTINGS:
+            settings = read_json(path)
+            if "model_max_length" not in settings:
+                text = json.dumps({**settings, "model_max_length": max_length}, indent=2, ensure_ascii=False)
+                (directory / path.name).write_text(text + "\n", encoding="utf-8")
 
 
 def _files(directory: Path) -> tuple[Path, ...]:

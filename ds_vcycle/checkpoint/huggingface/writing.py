@@ -150,7 +150,7 @@ def _write_rest(staging: Path, export: Export) -> None:
     ends = {key: value for key, value in export.tokenizer.ids.items() if key != "pad_token_id"}
     if export.shape.architecture == "gpt" and ends:
         _write(staging / "generation_config.json", {"_from_model_config": True, **ends})
-    copy_tokenizer(export.tokenizer, staging)
+    copy_tokenizer(export.tokenizer, staging, max_length=export.shape.sequence_length)
     for path in (path for path in staging.iterdir() if path.suffix != ".safetensors"):  # those are synced already
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -33,7 +33,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
     "refine": (live, "refine_into"),
     "save": (saves, "begin_save"),
     "record": (MetricsWriter, "write"),
-    "describe": (runner, "_describe"),
+    "describe": (runner, "_open"),
 }
 
 

@@ -10,9 +10,11 @@ import io
 import os
 import shutil
 import stat
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,3 +151,28 @@ def intercepted(before: Callable[[Operation], object], unsynced: Unsynced | None
         for name, replacement in replacements.items():
             stack.enter_context(mock.patch.object(os, name, replacement))
         yield
+
+
+def killed(scenario: Callable[[Path], None], root: Path, at: int, *, power: bool) -> int:
+    """Run a scenario in a child that dies when operation ``at`` is half done; its exit code."""
+    child = os.fork()
+    if child == 0:
+        unsynced, numbers = Unsynced(), count()
+
+        def before(operation: Operation) -> None:
+            if next(numbers) >= at:
+                operation.begin()
+                if power:
+                    unsynced.lose()
+                os._exit(137)
+
+        try:
+            with intercepted(before, unsynced):
+                scenario(root)
+            unsynced.lose()  # what has returned is there to stay
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import traceback
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ds_vcycle.checkpoint.convert import convert
 from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.checkpoint.offline_inputs import open_source
 from ds_vcycle.checkpoint.offline_output import Output
-from tests.file_operations import Operation, Unsynced, intercepted
+from tests.file_operations import Operation, intercepted, killed
 from tests.huggingface_models import change_tensors, save_model, tensors_in
 
 _BIAS = "transformer.ln_f.bias"
@@ -59,31 +58,6 @@ def _replaced(root: Path, new: Tensor, other: Tensor) -> bool:
     return held[_BIAS].equal(new)
 
 
-def _killed(root: Path, at: int, *, power: bool) -> int:
-    """Export in a child that dies when operation ``at`` is half done; its exit code."""
-    child = os.fork()
-    if child == 0:
-        unsynced, numbers = Unsynced(), count()
-
-        def before(operation: Operation) -> None:
-            if next(numbers) >= at:
-                operation.begin()
-                if power:
-                    unsynced.lose()
-                os._exit(137)
-
-        try:
-            with intercepted(before, unsynced):
-                _export(root)
-            unsynced.lose()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
 def test_the_old_model_or_the_new_one_is_there_whole(root: Path, power: bool) -> None:
     old = tensors_in(root / "hf")[_BIAS]
@@ -95,7 +69,7 @@ def test_the_old_model_or_the_new_one_is_there_whole(root: Path, power: bool) ->
     convert(root / "hf", Output(to=root / "to", form="huggingface", overwrite=True))
     outcomes = []
     for at in [*steps, len(kinds)]:
-        assert _killed(root, at, power=power) == (137 if at < len(kinds) else 0)
+        assert killed(_export, root, at, power=power) == (137 if at < len(kinds) else 0)
         outcomes.append(_replaced(root, old / 2, old))
     assert outcomes[-1] and outcomes == sorted(outcomes)
 

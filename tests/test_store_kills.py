@@ -6,7 +6,6 @@ import errno
 import os
 import resource
 import shutil
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from itertools import count
@@ -16,7 +15,7 @@ import pytest
 
 from ds_vcycle.checkpoint.store import CheckpointError, find_latest, open_checkpoint, prune, set_latest
 from tests.dist.cases_store import local_shards, read_all, same, save_simulated
-from tests.file_operations import Operation, Unsynced, intercepted
+from tests.file_operations import Operation, intercepted, killed
 
 _OLD, _NEW, _PARKED, _LAST = "step-00000001", "step-00000002", "parked-01-level-1", "step-00000009"
 _SEEDS = {_PARKED: 0, _OLD: 1, _NEW: 2, _LAST: 9}
@@ -110,31 +109,6 @@ def _recorded(scenario: Callable[[Path], None], root: Path) -> list[Operation]:
     return seen
 
 
-def _killed(scenario: Callable[[Path], None], root: Path, at: int, *, power: bool) -> int:
-    """Run a scenario in a child that dies when operation ``at`` is half done; its exit code."""
-    child = os.fork()
-    if child == 0:
-        unsynced, numbers = Unsynced(), count()
-
-        def before(operation: Operation) -> None:
-            if next(numbers) >= at:
-                operation.begin()
-                if power:
-                    unsynced.lose()
-                os._exit(137)
-
-        try:
-            with intercepted(before, unsynced):
-                scenario(root)
-            unsynced.lose()  # what has returned is there to stay
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sync is for is simulated; the real one takes most of the time."""
@@ -161,7 +135,7 @@ def test_no_file_operation_of_a_save_can_lose_a_checkpoint(
     allowed, seeds = ({2} if before is _nothing else {1, 2}), []
     for at in range(len(operations) + 1):
         root = before(tmp_path / str(at))
-        code = _killed(scenario, root, at, power=power)
+        code = killed(scenario, root, at, power=power)
         assert code == (137 if at < len(operations) else 0)
         root.mkdir(exist_ok=True, parents=True)
         try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Mapping, Set
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
@@ -71,6 +72,30 @@ def _newest(root: Path) -> Path | None:
     paths = [settled(root / name) for name in checkpoint_names(root) if name.startswith(_STEP)]
     complete = [(manifest.created, path) for path in paths if (manifest := _complete(path))]
     return max(complete)[1] if complete else None
+
+
+@contextmanager
+def staged(to: Path) -> Iterator[Path]:
+    """A temporary directory beside ``to`` that gets its name when the block ends, in place of what was there.
+
+    Raises:
+        CheckpointError: the disk is full, or the file system refuses otherwise; nothing is left behind.
+    """
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        clean(to.parent, to.name)
+        staging = to.parent / f".tmp-{to.name}-{uuid.uuid4().hex[:8]}"
+        staging.mkdir()
+        try:
+            yield staging
+            publish(staging, to)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or to}: {error.strerror or error}; free space or mend the permissions"
+        ) from error
 
 
 def settled(directory: Path) -> Path:

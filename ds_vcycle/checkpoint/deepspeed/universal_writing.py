@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from ds_vcycle.checkpoint.deepspeed.files import LATEST_UNIVERSAL, OPTIMIZER_STATE, ZERO
 from ds_vcycle.checkpoint.deepspeed.universal import FILES, STEP
-from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.retention import clean, publish, sync_directory
+from ds_vcycle.checkpoint.retention import staged, sync_directory
 from ds_vcycle.levels import ModelShape
 from ds_vcycle.schema import Parameter, parameters
 
@@ -73,22 +70,9 @@ def write_universal(
     Raises:
         CheckpointError: the disk is full, or the file system refuses otherwise; nothing is left behind.
     """
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        clean(to.parent, to.name)
-        staging = to.parent / f".tmp-{to.name}-{uuid.uuid4().hex[:8]}"
-        staging.mkdir()
-        try:
-            _write_parameters(staging / export.tag / ZERO, export, whole, advance)
-            _write_rest(staging, export)
-            publish(staging, to)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or to}: {error.strerror or error}; free space or mend the permissions"
-        ) from error
+    with staged(to) as staging:
+        _write_parameters(staging / export.tag / ZERO, export, whole, advance)
+        _write_rest(staging, export)
 
 
 def universal_checkpoint_info(shape: ModelShape) -> dict[str, Any]:

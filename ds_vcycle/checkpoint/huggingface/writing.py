@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +19,7 @@ from ds_vcycle.checkpoint.huggingface.settings import CONFIG, require_counterpar
 from ds_vcycle.checkpoint.huggingface.tensors import BASE, NamedTensor, head_of, model_type, named_tensors
 from ds_vcycle.checkpoint.huggingface.tokenizer_files import TokenizerFiles, copy_tokenizer
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.retention import clean, publish, sync_directory
+from ds_vcycle.checkpoint.retention import staged, sync_directory
 from ds_vcycle.checkpoint.shards import stream_shard
 from ds_vcycle.config import ModelConfig
 from ds_vcycle.levels import ModelShape
@@ -105,22 +103,9 @@ def write_huggingface(
         CheckpointError: the disk is full, or the file system refuses otherwise; nothing is left behind.
     """
     require_exportable(export)
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        clean(to.parent, to.name)
-        staging = to.parent / f".tmp-{to.name}-{uuid.uuid4().hex[:8]}"
-        staging.mkdir()
-        try:
-            _write_weights(staging, export, wholes, advance)
-            _write_rest(staging, export)
-            publish(staging, to)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or to}: {error.strerror or error}; free space or mend the permissions"
-        ) from error
+    with staged(to) as staging:
+        _write_weights(staging, export, wholes, advance)
+        _write_rest(staging, export)
 
 
 def require_exportable(export: Export) -> None:

@@ -39,7 +39,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not full'
 
 test-full: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

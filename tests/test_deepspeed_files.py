@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.deepspeed.conversion import from_deepspeed, to_universal
 from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed
 from ds_vcycle.checkpoint.deepspeed.loading import load_value
 from ds_vcycle.checkpoint.manifest import CheckpointError, read_manifest
+from ds_vcycle.checkpoint.offline.convert_deepspeed import from_deepspeed, to_universal
 from ds_vcycle.config import UserError
 from tests.deepspeed_files import GATED, PLAIN, SPLIT, Written, config_file, edit, stored, wholes, write_native
 from tests.stored import differing, load_wholes

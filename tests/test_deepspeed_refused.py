@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_vcycle.checkpoint.deepspeed.conversion import from_deepspeed, to_universal
+from ds_vcycle.checkpoint.offline.convert_deepspeed import from_deepspeed, to_universal
 from ds_vcycle.config import UserError
 from tests.deepspeed_case import Case
 from tests.deepspeed_files import GATED, ODD, PLAIN, Written, config_file, edit, stored, wholes, write_native

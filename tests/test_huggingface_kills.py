@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from ds_vcycle.checkpoint.convert import convert
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.offline_inputs import open_source
-from ds_vcycle.checkpoint.offline_output import Output
+from ds_vcycle.checkpoint.offline.convert_huggingface import convert
+from ds_vcycle.checkpoint.offline.inputs import open_source
+from ds_vcycle.checkpoint.offline.output import Output
 from tests.file_operations import Operation, intercepted, killed
 from tests.huggingface_models import change_tensors, save_model, tensors_in
 

@@ -15,8 +15,8 @@ import yaml
 from safetensors import safe_open
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.offline import coalesce_checkpoint
-from ds_vcycle.checkpoint.processes import Processes
+from ds_vcycle.checkpoint.offline.change_of_level import coalesce_checkpoint
+from ds_vcycle.checkpoint.offline.processes import Processes
 from ds_vcycle.config import UserError, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.sharding.placement import Layout

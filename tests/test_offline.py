@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.blockwise import coarse_fragments
-from ds_vcycle.checkpoint.offline import coalesce_checkpoint, refine_checkpoints
-from ds_vcycle.checkpoint.processes import Processes
+from ds_vcycle.checkpoint.offline.blockwise import coarse_fragments
+from ds_vcycle.checkpoint.offline.change_of_level import coalesce_checkpoint, refine_checkpoints
+from ds_vcycle.checkpoint.offline.processes import Processes
 from ds_vcycle.checkpoint.store import open_checkpoint
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import ModelShape, resolve_levels

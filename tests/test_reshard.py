@@ -12,9 +12,9 @@ import yaml
 from safetensors.torch import load_file
 
 from ds_vcycle import cli
-from ds_vcycle.checkpoint.processes import Processes
-from ds_vcycle.checkpoint.relayout import TargetLayout
-from ds_vcycle.checkpoint.reshard import reshard
+from ds_vcycle.checkpoint.offline.processes import Processes
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout
+from ds_vcycle.checkpoint.offline.reshard import reshard
 from ds_vcycle.checkpoint.store import CheckpointError, find_latest, open_checkpoint
 from ds_vcycle.config import UserError
 from ds_vcycle.levels import resolve_levels

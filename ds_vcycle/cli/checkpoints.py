@@ -49,10 +49,10 @@ def coalesce(
 
     - `ds-vcycle coalesce --from models/gpt2 --to models/gpt2-half`
     """
-    from ds_vcycle.checkpoint.offline import coalesce_checkpoint
-    from ds_vcycle.checkpoint.offline_output import Output
-    from ds_vcycle.checkpoint.offline_progress import bar, summary
-    from ds_vcycle.checkpoint.processes import launched
+    from ds_vcycle.checkpoint.offline.change_of_level import coalesce_checkpoint
+    from ds_vcycle.checkpoint.offline.output import Output
+    from ds_vcycle.checkpoint.offline.processes import launched
+    from ds_vcycle.checkpoint.offline.progress import bar, summary
 
     with launched() as processes:
         with bar("coalesce", enabled=processes.rank == 0) as advance:
@@ -84,10 +84,10 @@ def refine(
 
     - `deepspeed --num_gpus 4 --module ds_vcycle refine --fine runs/large --coarse runs/small --to blended --beta 0.5`
     """
-    from ds_vcycle.checkpoint.offline import refine_checkpoints
-    from ds_vcycle.checkpoint.offline_output import Output
-    from ds_vcycle.checkpoint.offline_progress import bar, summary
-    from ds_vcycle.checkpoint.processes import launched
+    from ds_vcycle.checkpoint.offline.change_of_level import refine_checkpoints
+    from ds_vcycle.checkpoint.offline.output import Output
+    from ds_vcycle.checkpoint.offline.processes import launched
+    from ds_vcycle.checkpoint.offline.progress import bar, summary
 
     with launched() as processes:
         with bar("refine", enabled=processes.rank == 0) as advance:
@@ -153,9 +153,9 @@ def convert(
     if is_deepspeed(source) or form == "deepspeed-universal":
         _deepspeed(source, to, form, config, overrides or [], overwrite=overwrite)
         return
-    from ds_vcycle.checkpoint.convert import convert as convert_weights
-    from ds_vcycle.checkpoint.offline_output import Output
-    from ds_vcycle.checkpoint.offline_progress import bar
+    from ds_vcycle.checkpoint.offline.convert_huggingface import convert as convert_weights
+    from ds_vcycle.checkpoint.offline.output import Output
+    from ds_vcycle.checkpoint.offline.progress import bar
 
     output = Output(to=to, form=form, overwrite=overwrite, max_shard_size=max_shard_size)
     with bar("convert", enabled=True) as advance:
@@ -166,9 +166,9 @@ def convert(
 def _deepspeed(
     source: Path, to: Path, form: str | None, config: Path | None, overrides: list[str], *, overwrite: bool
 ) -> None:
-    from ds_vcycle.checkpoint.deepspeed.conversion import from_deepspeed, to_universal
     from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed
-    from ds_vcycle.checkpoint.offline_progress import bar
+    from ds_vcycle.checkpoint.offline.convert_deepspeed import from_deepspeed, to_universal
+    from ds_vcycle.checkpoint.offline.progress import bar
 
     with bar("convert", enabled=True) as advance:
         if not is_deepspeed(source):
@@ -185,10 +185,10 @@ def _deepspeed(
 
 
 def _reshard(source: Path, to: Path, layout: tuple[int | None, int | None, int | None], *, overwrite: bool) -> None:
-    from ds_vcycle.checkpoint.offline_progress import bar
-    from ds_vcycle.checkpoint.processes import launched
-    from ds_vcycle.checkpoint.relayout import TargetLayout
-    from ds_vcycle.checkpoint.reshard import reshard
+    from ds_vcycle.checkpoint.offline.processes import launched
+    from ds_vcycle.checkpoint.offline.progress import bar
+    from ds_vcycle.checkpoint.offline.relayout import TargetLayout
+    from ds_vcycle.checkpoint.offline.reshard import reshard
 
     tp, dp, zero = layout
     with launched() as processes:
@@ -212,8 +212,8 @@ def inspect(
 
     - `ds-vcycle inspect runs/mine@20000 --no-verify`
     """
-    from ds_vcycle.checkpoint.inspection import inspect_checkpoint
-    from ds_vcycle.checkpoint.offline_progress import bar
+    from ds_vcycle.checkpoint.offline.inspection import inspect_checkpoint
+    from ds_vcycle.checkpoint.offline.progress import bar
 
     with bar("checksums", enabled=sys.stderr.isatty()) as advance:
         found = inspect_checkpoint(checkpoint, verify=verify, advance=advance)

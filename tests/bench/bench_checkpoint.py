@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ds_vcycle.checkpoint.relayout import TargetLayout
-from ds_vcycle.checkpoint.reshard import reshard
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout
+from ds_vcycle.checkpoint.offline.reshard import reshard
 from ds_vcycle.checkpoint.store import StoredFragment, find_latest, open_checkpoint, save, set_latest
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.cycle import saves

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from deepspeed.checkpoint import ds_to_universal
 
-from ds_vcycle.checkpoint.relayout import TargetLayout
-from ds_vcycle.checkpoint.reshard import reshard
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout
+from ds_vcycle.checkpoint.offline.reshard import reshard
 
 
 def to_universal(native: Path, universal: Path, extract: int, merge: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from ds_vcycle.checkpoint.offline import coalesce_checkpoint, refine_checkpoints
+from ds_vcycle.checkpoint.offline.change_of_level import coalesce_checkpoint, refine_checkpoints
 
 
 def resident_growth(verb: Literal["coalesce", "refine"], small: Path, large: Path, bucket: int) -> int:

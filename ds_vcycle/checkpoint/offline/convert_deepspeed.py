@@ -14,13 +14,13 @@ from ds_vcycle.checkpoint.deepspeed.native import NativeSource, open_native
 from ds_vcycle.checkpoint.deepspeed.universal import UniversalSource
 from ds_vcycle.checkpoint.deepspeed.universal_writing import UniversalExport, write_universal
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.offline_output import Advance, origin_of, state_of
-from ds_vcycle.checkpoint.processes import ALONE
+from ds_vcycle.checkpoint.offline.output import Advance, origin_of, state_of
+from ds_vcycle.checkpoint.offline.processes import ALONE
+from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment, write_streamed
+from ds_vcycle.checkpoint.offline.target import check_target
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded, require_shape
 from ds_vcycle.checkpoint.store import save_written
-from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.checkpoint.target import check_target
 from ds_vcycle.config import ConfigError, RunConfig, load_config, parse_config
 from ds_vcycle.levels import Level, ModelShape, resolve_levels
 from ds_vcycle.schema import Parameter, parameters

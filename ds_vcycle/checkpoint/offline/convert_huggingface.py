@@ -13,13 +13,13 @@ from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource
 from ds_vcycle.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from ds_vcycle.checkpoint.huggingface.writing import Export, require_exportable, shard_bytes, write_huggingface
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.offline_inputs import Form, Source, form_of, open_source, tokenizer_directories
-from ds_vcycle.checkpoint.offline_output import Advance, Output, origin_of, state_of
-from ds_vcycle.checkpoint.processes import ALONE
+from ds_vcycle.checkpoint.offline.inputs import Form, Source, form_of, open_source, tokenizer_directories
+from ds_vcycle.checkpoint.offline.output import Advance, Output, origin_of, state_of
+from ds_vcycle.checkpoint.offline.processes import ALONE
+from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment, write_streamed
+from ds_vcycle.checkpoint.offline.target import check_target
 from ds_vcycle.checkpoint.recorded import missing_parameters, recorded, require_shape
 from ds_vcycle.checkpoint.store import save_written
-from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.checkpoint.target import check_target
 from ds_vcycle.schema import Parameter, parameters
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ds_vcycle.checkpoint.offline_output import Advance, Written
+from ds_vcycle.checkpoint.offline.output import Advance, Written
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment
 from ds_vcycle.checkpoint.source import WeightSource
-from ds_vcycle.checkpoint.streamed import AnnouncedFragment
 from ds_vcycle.operators.apply import (
     Quantity,
     blend_coarse,

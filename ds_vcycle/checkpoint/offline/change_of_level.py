@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ds_vcycle.checkpoint.blockwise import (
+from ds_vcycle.checkpoint.offline.blockwise import (
     BUCKET_ELEMENTS,
     Blend,
     coarse_fragments,
@@ -20,7 +20,7 @@ from ds_vcycle.checkpoint.blockwise import (
     fine_fragments,
     fine_tensors,
 )
-from ds_vcycle.checkpoint.offline_inputs import (
+from ds_vcycle.checkpoint.offline.inputs import (
     Form,
     Source,
     both_levels,
@@ -30,8 +30,8 @@ from ds_vcycle.checkpoint.offline_inputs import (
     plan_between,
     two_levels,
 )
-from ds_vcycle.checkpoint.offline_output import Advance, Output, Task, Written, checked_form, origin_of, write
-from ds_vcycle.checkpoint.processes import ALONE, Processes, together
+from ds_vcycle.checkpoint.offline.output import Advance, Output, Task, Written, checked_form, origin_of, write
+from ds_vcycle.checkpoint.offline.processes import ALONE, Processes, together
 from ds_vcycle.checkpoint.recorded import recorded
 from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.config import MomentPolicy, RunConfig

@@ -20,14 +20,14 @@ import yaml
 from torch import Tensor
 
 from ds_vcycle.checkpoint.manifest import describe
-from ds_vcycle.checkpoint.processes import ALONE, Processes, together
+from ds_vcycle.checkpoint.offline.processes import ALONE, Processes, together
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout, relaid, target_layout
+from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment, write_streamed
+from ds_vcycle.checkpoint.offline.target import WrittenForm, check_target
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded
-from ds_vcycle.checkpoint.relayout import TargetLayout, relaid, target_layout
 from ds_vcycle.checkpoint.retention import clean, make_directory, publish, set_latest, settled, sync_directory
 from ds_vcycle.checkpoint.store import WrittenShard, is_writer, save_written
-from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.checkpoint.target import WrittenForm, check_target
 from ds_vcycle.config import RunConfig
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.schema import Parameter, parameters

@@ -15,12 +15,12 @@ import ds_vcycle
 from ds_vcycle.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from ds_vcycle.checkpoint.huggingface.writing import DEFAULT_SHARD, Export, shard_bytes, write_huggingface
 from ds_vcycle.checkpoint.manifest import CheckpointError
-from ds_vcycle.checkpoint.offline_inputs import Form, Source, form_of, tokenizer_directories
-from ds_vcycle.checkpoint.processes import Processes
+from ds_vcycle.checkpoint.offline.inputs import Form, Source, form_of, tokenizer_directories
+from ds_vcycle.checkpoint.offline.processes import Processes
+from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment, write_streamed
+from ds_vcycle.checkpoint.offline.target import check_target
 from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.checkpoint.store import save_written
-from ds_vcycle.checkpoint.streamed import AnnouncedFragment, write_streamed
-from ds_vcycle.checkpoint.target import check_target
 from ds_vcycle.config import GroupingsConfig, RunConfig
 from ds_vcycle.levels import Level
 from ds_vcycle.operators.plan import ParameterMap

@@ -231,3 +231,10 @@ def test_memory_is_a_few_copies_of_a_parameter_however_many_there_are(tmp_path: 
     mapped |= {path.stat().st_size for path in tmp_path.rglob("*.safetensors")}
     out = peak_bytes(lambda: convert(tmp_path / "store", tmp_path / "back"), mapped)
     assert largest < into < 4 * largest and largest < out < 4 * largest
+
+
+def test_the_list_of_verbs_names_all_that_convert_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    line = said.partition(" convert ")[2].partition(" inspect ")[0]
+    assert all(form in line for form in ("Hugging Face", "DeepSpeed's universal", "native", "another layout")), line

@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from ds_vcycle import cli
+from ds_vcycle.checkpoint.recorded import recorded
 from ds_vcycle.checkpoint.store import open_checkpoint
 from ds_vcycle.cycle.runner import run_training
 from ds_vcycle.levels import resolve_levels
@@ -84,6 +85,21 @@ def test_transformers_computes_the_small_models_logits_with_the_large_one(tmp_pa
     real = batch.get("padding_mask", torch.ones(batch["tokens"].shape, dtype=torch.bool))
     assert wanted["logits"].std() > 0.5
     torch.testing.assert_close(found["logits"][real], wanted["logits"][real], rtol=0, atol=1e-4)
+
+
+def test_the_configuration_of_a_run_directory_will_do(single: None, tmp_path: Path) -> None:
+    """``--config RUN/config.yaml``: resolved, with every default; its levels and policies are the checkpoint's."""
+    source = save_model("gpt2", tmp_path / "hf", vocab_size=301, n_embd=32, n_head=4, n_inner=128, n_layer=4)
+    changes = {
+        "model.activation": "gelu_tanh", "model.sequence_length": 17, "operators.depth_residual": "first",
+        "cycle": {"kind": "flat", "flat": {"steps": 1, "warmup_steps": 0}},
+    }  # fmt: skip
+    config = tiny_run(tmp_path / "run", "gpt", changes=changes)
+    run_training(config)
+    verb("convert", "--from", source, "--to", tmp_path / "store", "--config", tmp_path / "run" / "config.yaml")
+    with open_checkpoint(tmp_path / "store") as checkpoint:
+        held = recorded(checkpoint).config
+    assert held == config and held.operators.depth_residual == "first"
 
 
 def _encoder(tmp_path: Path) -> dict[str, Any]:

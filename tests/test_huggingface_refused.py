@@ -25,6 +25,7 @@ from tests.operator_cases import config_for, random_weights
 from tests.stored import store_wholes
 
 _QKV = "transformer.h.1.attn.c_attn.weight"
+_BIASES = ("cls.predictions.bias", "cls.predictions.decoder.bias")
 _TIED = "bert.embeddings.word_embeddings.weight and cls.predictions.decoder.weight"
 
 
@@ -75,6 +76,14 @@ def _listed(path: Path, name: str, file: str) -> None:
     index.write_text(json.dumps(tree))
 
 
+def _listing_nothing(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+
+
+def _elsewhere(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "../model.safetensors"}}')
+
+
 def _bottomless(path: Path) -> None:
     (path / "config.json").write_text("[" * 100_000)
 
@@ -113,15 +122,31 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
         "bert", _named("cls.predictions.decoder.weight", torch.ones(101, 42)), [], f"{_TIED} differ.*tie_word_emb"
     ),
     "quantised": ("gpt2", _named(_QKV, torch.ones(42, 126, dtype=torch.int8)), [], f"{_QKV} is I8; only F32"),
+    "a tied bias that differs": (
+        "bert", _named("cls.predictions.decoder.bias", torch.ones(101)), [],
+        "cls.predictions.bias and cls.predictions.decoder.bias differ.*remove the one",
+    ),
+    "a tied bias of one number": (
+        "bert", _tensors(**{name: torch.tensor(1.0) for name in _BIASES}), [], r"predictions.bias has shape \[\]"
+    ),
+    "a quantised copy": (
+        "bert", _named("cls.predictions.decoder.bias", torch.ones(101, dtype=torch.int8)), [], "decoder.bias is I8;"
+    ),
     "truncated": ("gpt2", _truncated, [], "model.safetensors is damaged: no safetensors file"),
     "a pickle": ("gpt2", _as_pickle, [], "neither model.safetensors nor .*it has pytorch_model.bin: load it with"),
     "a file is missing": ("files", _without_file, [], "model-00002-of-.*, which .*index.json lists, is missing"),
     "the index names a file that is none": ("files", _other_file, [], "00099.safetensors, which .* lists, is missing"),
+    "the index lists nothing": ("files", _listing_nothing, [], "n_layer=3, but .* has only 0 tensors"),
+    "the index leads elsewhere": ("files", _elsewhere, [], "'../model.safetensors' leads out of the directory"),
     "the index is of other files": ("files", _not_there, [], "index.json is damaged: transformer.ln_f.scale is listed"),
     "no config.json": ("gpt2", lambda path: (path / "config.json").unlink(), [], "config.json cannot be read"),
     "no JSON": ("gpt2", lambda path: (path / "config.json").write_text("{"), [], "config.json is damaged"),
     "another model": ("gpt2", _config(model_type="llama"), [], "model_type=llama cannot be converted; possible: gpt2"),
     "a size is missing": ("bert", _config(num_attention_heads=...), [], "config.json lacks num_attention_heads"),
+    "more layers than tensors": ("gpt2", _config(n_layer=10**12), [], r"n_layer=1000000000000, but .* only 40 tensors"),
+    "layers that differ": (
+        "gpt2", _config(per_layer_config={"1": {"n_inner": 8}}), [], "per_layer_config=.*n_inner.* has no counterpart"
+    ),
     "heads that do not divide": ("gpt2", _config(n_head=5), [], "hidden=42 is not a multiple of heads=5"),
     "scores by layer": (
         "gpt2", _config(scale_attn_by_inverse_layer_idx=True), [], "scale_attn_by_inverse_layer_idx=true has no"
@@ -144,7 +169,7 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], list[str], str]] = {
     "no such key": ("gpt2", _config(), ["model.hiden=42"], "model.hiden"),
     "two names of a size": ("gpt2", _config(hidden_size=99), [], "hidden_size=99 and n_embd=42 are the same setting"),
     "a list for a model": ("gpt2", _config(model_type=["gpt2"]), [], "model_type=.*cannot be converted"),
-    "a list for an activation": ("bert", _config(hidden_act=["gelu"]), [], "hidden_act=.*has no counterpart"),
+    "a list for an activation": ("bert", _config(hidden_act=["gelu"]), [], "hidden_act=.*expected a name in quotes"),
     "a bottomless config": ("gpt2", _bottomless, [], "config.json is damaged"),
     "an old and a new name": (
         "bert", _named("bert.encoder.layer.0.output.LayerNorm.gamma", torch.zeros(42)), [], "has one tensor twice"

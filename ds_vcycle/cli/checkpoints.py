@@ -110,9 +110,16 @@ def convert(
     ],
     to: Target,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Of a Hugging Face model: `model.sentence_order=false` leaves heads out.")
+        list[str] | None, typer.Argument(help="Of the configuration: `model.sentence_order=false` leaves heads out.")
     ] = None,
-    config: HuggingFaceConfig = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="A run's YAML file (RUN/config.yaml is one), for a model of Hugging Face or DeepSpeed.",
+        ),
+    ] = None,
     form: Annotated[
         Literal["store", "huggingface", "deepspeed-universal"] | None,
         typer.Option("--format", help="Default: a Hugging Face directory of a checkpoint, a checkpoint of the rest."),
@@ -123,11 +130,12 @@ def convert(
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage of another layout.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face directory, or a Hugging Face directory to a checkpoint (weights only).
+    """Convert to or from Hugging Face or DeepSpeed's universal checkpoints, from its native ones, or to another layout.
 
-    GPT-2 and BERT, pre-LN (MegatronBert) and post-LN (Bert). What has no counterpart, is missing or left over is named
-    and refused; whole heads may be missing. With `--tp`, `--dp` or `--zero`, rewrite a run's checkpoint for another
-    layout, moments, parked levels and all: a run directory to go on from with `--resume`. Examples:
+    Hugging Face directories have weights only: GPT-2 and BERT, pre-LN (MegatronBert) and post-LN (Bert). What has no
+    counterpart, is missing or left over is named and refused; whole heads may be missing. With `--tp`, `--dp` or
+    `--zero`, rewrite a run's checkpoint for another layout, moments, parked levels and all: a run directory to go on
+    from with `--resume`. Examples:
 
     - `ds-vcycle convert --from runs/large@20000 --to models/large`
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ds_vcycle.checkpoint.huggingface.settings import CONFIG, read_json
+from ds_vcycle.checkpoint.huggingface.json_files import read_json
+from ds_vcycle.checkpoint.huggingface.settings import CONFIG
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -60,11 +61,22 @@ class TensorFiles:
         self._open.clear()
 
     def rows(self, name: str, first: int, last: int, *, transposed: bool = False) -> torch.Tensor:
-        """Rows [first, last) of a tensor, or such columns as rows, as float32."""
+        """Rows [first, last) of a tensor, or such columns as rows, as float32.
+
+        Raises:
+            CheckpointError: a value is NaN or infinite; names file and tensor.
+        """
         tensor = self.tensors[name]
         part = self._file(tensor.file).get_slice(tensor.stored_as)
         found: torch.Tensor = part[:, first:last].t() if transposed else part[first:last]
-        return found.float()
+        found = found.float()
+        wrong = first_not_finite(found)
+        if wrong is not None:
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.stored_as} has a value that is {wrong}; no model with such a "
+                "weight is converted: take an earlier checkpoint of it, or copy the file again"
+            )
+        return found
 
     def equal(self, one: str, other: str, *, bucket: int = 1 << 22) -> bool:
         """Whether two tensors have the same shape and the same bits; a few rows are in memory at a time."""
@@ -98,7 +110,14 @@ class TensorFiles:
         return self._open[path]
 
 
-def require_floats(path: Path, tensors: Iterable[StoredTensor]) -> None:
+def first_not_finite(values: torch.Tensor) -> str | None:
+    """ "nan", "inf" or "-inf" where a value is that, else None; nothing of the values' size is made."""
+    bounds = torch.stack(torch.aminmax(values)) if values.numel() else values.new_zeros(1)
+    wrong = bounds[~bounds.isfinite()]
+    return str(wrong[0].item()) if wrong.numel() else None
+
+
+def require_floats(tensors: Iterable[StoredTensor]) -> None:
     """Refuse quantised weights.
 
     Raises:
@@ -108,7 +127,7 @@ def require_floats(path: Path, tensors: Iterable[StoredTensor]) -> None:
         if tensor.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{tensor.file}: {tensor.stored_as} is {tensor.dtype}; only {', '.join(_FLOATS)} can be converted: "
-                f"save the model of {path} unquantised"
+                "save the model with weights of such a type"
             )
 
 

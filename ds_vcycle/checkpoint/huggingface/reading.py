@@ -21,11 +21,19 @@ from ds_vcycle.schema import Parameter, parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """What of the model the files hold. ``names``: of each parameter's tensors, the name it is read by."""
+    """What of the model the files hold.
+
+    Attributes:
+        names: of each parameter's tensors, the name it is read by.
+        missing: those of heads that are not there.
+        left_out: what the configuration leaves out.
+        unread: what transformers does not read either, and why.
+    """
 
     names: dict[str, list[tuple[NamedTensor, str]]] = field(default_factory=dict)
     missing: list[NamedTensor] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
 
 class HuggingFaceSource:
@@ -34,11 +42,13 @@ class HuggingFaceSource:
     Attributes:
         config: the configuration it is recorded with; level 1 is the model.
         left_out: what it has and the configuration leaves out, in words.
+        unread: what it has and transformers does not read either, in words.
     """
 
     def __init__(self, files: TensorFiles, settings: Settings, config: RunConfig, held: _Held) -> None:
         self.config = config
         self.left_out = tuple(held.left_out)
+        self.unread = tuple(held.unread)
         self.settings = settings
         self._files = files
         self._names = held.names
@@ -97,6 +107,9 @@ class HuggingFaceSource:
             start: first element.
             length: number of elements.
             key: must be "master".
+
+        Raises:
+            CheckpointError: a value is NaN or infinite; names file and tensor.
         """
         assert (tp, tp_rank, key) == (1, 0, "master"), f"{parameter.name}: {tp}, {tp_rank}, {key}"
         width = parameter.shape[1] if len(parameter.shape) > 1 else 1
@@ -129,6 +142,7 @@ def open_huggingface(
     """
     settings = read_settings(directory)
     files = TensorFiles(directory)
+    _check_layers(files, settings)
     present = any(SENTENCE_ORDER.fullmatch(name) for name in files.tensors)
     found = run_config(settings, sentence_order=present, config=config, overrides=overrides)
     held = _account(files, settings, resolve_levels(found)[0].shape)
@@ -138,21 +152,49 @@ def open_huggingface(
 def _account(files: TensorFiles, settings: Settings, shape: ModelShape) -> _Held:
     """Find every tensor of the model, and a reason for every tensor of the files."""
     held, used = _Held(), set[str]()
-    base, unread = BASE[settings.model_type], UNREAD[settings.model_type]
+    base = BASE[settings.model_type]
     bare = not any(name.startswith(base) for name in files.tensors)
     for tensor in named_tensors(shape):
         names = [name.removeprefix(base) if bare else name for name in (tensor.name, *tensor.aliases)]
         there = [name for name in names if name in files.tensors]
         copies = [name for name in tensor.copies if name in files.tensors]
         used.update(there, copies)
-        if not there and not copies:
+        if there or copies:
+            _hold(held, tensor, there, copies, files, settings)
+        else:
             held.missing.append(tensor)
-            continue
-        for other in there[1:]:
-            _require_equal(files, settings, there[0], other)
-        name = (there or copies)[0]
-        held.names.setdefault(tensor.parameter.name, []).append((tensor, name))
-        held.left_out.extend(_checked_shape(files.tensors[name], tensor, settings))
+    _check_left_over(held, files, used, settings, shape)
+    _check_missing(settings, parameters(shape), held.missing)
+    return held
+
+
+def _hold(
+    held: _Held, tensor: NamedTensor, there: Sequence[str], copies: Sequence[str], files: TensorFiles,
+    settings: Settings,
+) -> None:  # fmt: skip
+    """One tensor of the model is read by the first of the names it has; what else is there of it is no other.
+
+    Of a copy that differs transformers reads nothing either, so that it is left out by name.
+    """
+    name, *others = (*there, *copies)
+    require_floats(files.tensors[each] for each in (name, *others))
+    cut = [_checked_shape(files.tensors[each], tensor, settings) for each in (name, *others)]
+    for other in others:
+        same = files.equal(name, other)
+        if not same and other not in copies:
+            raise CheckpointError(
+                f"{settings.path.parent}: {name} and {other} differ, although {settings.path.name} ties them; "
+                "remove the one that is not meant, or set tie_word_embeddings=false there if both are"
+            )
+        if not same:
+            held.unread.append(f"{other} differs from {name}, and transformers computes with the latter")
+    held.names.setdefault(tensor.parameter.name, []).append((tensor, name))
+    held.left_out.extend(cut[0])
+
+
+def _check_left_over(held: _Held, files: TensorFiles, used: set[str], settings: Settings, shape: ModelShape) -> None:
+    """Every tensor of the files is of the model, or one that it leaves out."""
+    unread = UNREAD[settings.model_type]
     over = sorted(name for name in files.tensors.keys() - used if not unread.fullmatch(name))
     if shape.architecture == "bert" and not shape.sentence_order:
         held.left_out.extend(name for name in over if SENTENCE_ORDER.fullmatch(name))
@@ -162,9 +204,16 @@ def _account(files: TensorFiles, settings: Settings, shape: ModelShape) -> _Held
             f"{settings.path.parent} has tensors that a {settings.model_type} pretraining model has no place for: "
             f"{_some(over)}; save the model without them"
         )
-    _check_missing(settings, parameters(shape), held.missing)
-    require_floats(settings.path.parent, (files.tensors[name] for name in sorted(used)))
-    return held
+
+
+def _check_layers(files: TensorFiles, settings: Settings) -> None:
+    """Every layer has tensors of its own: a number of layers beyond is told before anything is made for each."""
+    layers = settings.section["layers"]
+    if layers > len(files.tensors):
+        raise CheckpointError(
+            f"{settings.path}: {settings.key('layers')}={layers}, but {settings.path.parent} has only "
+            f"{len(files.tensors)} tensors; copy the directory again"
+        )
 
 
 def _check_missing(settings: Settings, table: Sequence[Parameter], missing: Sequence[NamedTensor]) -> None:
@@ -189,14 +238,6 @@ def _checked_shape(stored: StoredTensor, tensor: NamedTensor, settings: Settings
             f"{list(wanted)}; copy the directory again"
         )
     return [] if wanted == tensor.shape else [f"rows {tensor.shape[0]} to {wanted[0]} of {stored.stored_as}"]
-
-
-def _require_equal(files: TensorFiles, settings: Settings, one: str, other: str) -> None:
-    if not files.equal(one, other):
-        raise CheckpointError(
-            f"{settings.path.parent}: {one} and {other} differ, although {settings.path.name} ties them; set "
-            "tie_word_embeddings=false there if they are meant to differ"
-        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -11,14 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vcycle.checkpoint.huggingface.json_files import (
+    NAME,
+    NAME_OR_NULL,
+    POSITIVE,
+    RATE,
+    SIZE,
+    SIZE_OR_NULL,
+    SWITCH,
+    Kind,
+    read_json,
+    require_kinds,
+)
+from ds_vcycle.checkpoint.huggingface.megatron_options import changing
 from ds_vcycle.checkpoint.huggingface.tensors import ModelType, model_type
+from ds_vcycle.checkpoint.huggingface.token_ids import TOKENS, TokenId, beyond, token_ids, within
 from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.config import ConfigError, ModelConfig, RunConfig, load_config, parse_config
 from ds_vcycle.levels import ModelShape
 from ds_vcycle.yaml_tree import TreeError, apply_override
 
 CONFIG = "config.json"
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GPT2 = {
     "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "sequence_length": "n_positions",
     "vocab_size": "vocab_size", "tied_embeddings": "tie_word_embeddings", "norm_eps": "layer_norm_epsilon",
@@ -44,6 +57,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _ANY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "quantization_config": (None,), "pruned_heads": (None, {}),
+    "per_layer_config": (None, {}),
 }  # fmt: skip
 _ONLY: dict[ModelType, dict[str, tuple[Any, ...]]] = {
     "gpt2": _ANY | {
@@ -56,10 +70,20 @@ _ONLY: dict[ModelType, dict[str, tuple[Any, ...]]] = {
         "is_decoder": (False,), "position_embedding_type": (None, "absolute"), "type_vocab_size": (2,),
     },
 }  # fmt: skip
+# Names by which transformers' GPT-2 takes these settings too, and then prefers them
+_ALIASES = {
+    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+_BY_OURS = {
+    "tied_embeddings": SWITCH, "norm_eps": POSITIVE, "activation": NAME, "dropout": RATE, "attention_dropout": RATE,
+    "init_std": POSITIVE,
+}  # fmt: skip
+_FURTHER: dict[str, Kind] = {"type_vocab_size": SIZE, "position_embedding_type": NAME_OR_NULL}
+_FURTHER_GPT2: dict[str, Kind] = {"n_inner": SIZE_OR_NULL, "embd_pdrop": RATE, **dict.fromkeys(_ALIASES, SIZE)}
 # What a run's configuration may say otherwise: it does not belong to the weights, or leaves some of them out.
 _FREE = ("dropout", "attention_dropout", "init_std", "sentence_order")
 SHORTER = ("vocab_size", "sequence_length")
-_CHANGES_FUNCTION = ("softmax_scale", "activation_func_clamp_value", "window_size", "softmax_type")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +93,7 @@ class Settings:
     path: Path
     model_type: ModelType
     section: Mapping[str, Any]
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, TokenId]
 
     def key(self, ours: str) -> str:
         """Hugging Face's name of a key of the model section."""
@@ -91,14 +115,16 @@ def read_settings(directory: Path) -> Settings:
             f"{path}: model_type={_text(kind)} cannot be converted; possible: {', '.join(_KEYS)}, pretrained with a "
             "language-model or masked-token head"
         )
+    require_kinds(path, tree, _kinds(kind))
     for key, allowed in _ONLY[kind].items():
         if key in tree and tree[key] not in allowed:
             raise CheckpointError(
                 f"{path}: {key}={_text(tree[key])} has no counterpart here; only models with {key}="
                 f"{_text(allowed[-1])} can be converted"
             )
-    tokens = {key: tree[key] for key in TOKENS if isinstance(tree.get(key), int)}
-    return Settings(path=path, model_type=kind, section=_section(path, kind, tree), tokens=tokens)
+    return Settings(
+        path=path, model_type=kind, section=_section(path, kind, tree), tokens=token_ids(path, tree)
+    )  # fmt: skip
 
 
 def run_config(settings: Settings, *, sentence_order: bool, config: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -129,17 +155,18 @@ def run_config(settings: Settings, *, sentence_order: bool, config: Path | None,
             raise ConfigError(str(error)) from error
         found = parse_config(tree, source=str(settings.path))
     _check_same(settings, found.model, str(config or "the overrides"))
+    _check_tokens(settings, found.model, str(config or "the overrides"))
     return found
 
 
-def write_settings(shape: ModelShape, model: ModelConfig, architecture: str, tokens: Mapping[str, int]) -> str:
+def write_settings(shape: ModelShape, model: ModelConfig, architecture: str, tokens: Mapping[str, TokenId]) -> str:
     """config.json of a level.
 
     Args:
         shape: of the level, one that :func:`require_counterpart` took.
         model: what is the same at every level.
         architecture: transformers' class.
-        tokens: ids by Hugging Face's key.
+        tokens: ids by Hugging Face's key; those beyond the level's vocabulary are left out.
     """
     kind = model_type(shape)
     values = {key: getattr(model, key) for key in _KEYS[kind]}
@@ -148,7 +175,8 @@ def write_settings(shape: ModelShape, model: ModelConfig, architecture: str, tok
     tree: dict[str, Any] = {"architectures": [architecture], "model_type": kind}
     tree |= {theirs: values[ours] for ours, theirs in _KEYS[kind].items()}
     tree |= {"embd_pdrop": model.dropout} if kind == "gpt2" else {"type_vocab_size": 2}
-    tree |= {"dtype": "float32", **{key: tokens.get(key) for key in TOKENS}}
+    kept = within(tokens, shape.vocab_size)
+    tree |= {"dtype": "float32", **{key: kept.get(key) for key in TOKENS}}
     return json.dumps(tree, indent=2) + "\n"
 
 
@@ -171,32 +199,15 @@ def require_counterpart(shape: ModelShape, model: ModelConfig) -> None:
             f"hidden={shape.hidden} with heads={shape.heads} of head_dim={shape.head_dim}",
             "hidden must be heads x head_dim; choose such sizes for the level",
         )
-    for key in _CHANGES_FUNCTION:
-        if key in model.megatron:
-            _refuse(f"model.megatron.{key}={_text(model.megatron[key])}", "it changes what the model computes")
+    for key, value in changing(model).items():
+        _refuse(f"model.megatron.{key}={_text(value)}", "it changes, or may change, what the model computes")
 
 
-_ALIASES = {  # names by which transformers' GPT-2 takes these settings too, and then prefers them
-    "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}  # fmt: skip
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is something else.
-    """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give a Hugging Face directory") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} is no JSON object; copy it again")
-    return tree
+def _kinds(kind: ModelType) -> dict[str, Kind]:
+    """What kind of value each key of config.json must have."""
+    found = {theirs: _BY_OURS.get(ours, SIZE) for ours, theirs in _KEYS[kind].items()}
+    found |= {key: SWITCH for key, allowed in _ONLY[kind].items() if isinstance(allowed[-1], bool)}
+    return found | (_FURTHER_GPT2 if kind == "gpt2" else _FURTHER)
 
 
 def _section(path: Path, kind: ModelType, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +223,7 @@ def _section(path: Path, kind: ModelType, tree: Mapping[str, Any]) -> dict[str, 
     found: dict[str, Any] = {"architecture": "gpt" if kind == "gpt2" else "bert"}
     found |= {ours: tree.get(theirs, _DEFAULTS.get(theirs)) for ours, theirs in _KEYS[kind].items()}
     activation = found["activation"]
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+    if activation not in _ACTIVATIONS:
         raise CheckpointError(
             f"{path}: {_KEYS[kind]['activation']}={_text(activation)} has no counterpart here; possible: "
             f"{', '.join(_ACTIVATIONS)}"
@@ -244,13 +255,21 @@ def _check_same(settings: Settings, model: ModelConfig, whose: str) -> None:
             raise ConfigError(
                 f"{whose}: model.{key}={getattr(model, key)}, but {settings.path} is of a model with {value}; remove it"
             )
+    for key, value in changing(model).items():
+        raise ConfigError(
+            f"{whose}: model.megatron.{key}={_text(value)} changes, or may change, what the model of {settings.path} "
+            "computes; remove it"
+        )
 
-    for key in _CHANGES_FUNCTION:
-        if key in model.megatron:
-            raise ConfigError(
-                f"{whose}: model.megatron.{key}={_text(model.megatron[key])} changes what the model of {settings.path} "
-                "computes; remove it"
-            )
+
+def _check_tokens(settings: Settings, model: ModelConfig, whose: str) -> None:
+    """A shorter vocabulary keeps the special tokens; those that config.json's own does not have are no tokens."""
+    real = within(settings.tokens, settings.section["vocab_size"])
+    for key, cut in beyond(real, model.vocab_size).items():
+        raise ConfigError(
+            f"{whose}: model.vocab_size={model.vocab_size} leaves out {', '.join(map(str, cut))}, {key} in "
+            f"{settings.path}; keep at least model.vocab_size={max(cut) + 1}, or set {key}=null there"
+        )
 
 
 def _refuse(what: str, why: str) -> None:

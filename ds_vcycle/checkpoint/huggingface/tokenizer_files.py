@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_vcycle.checkpoint.huggingface.settings import CONFIG, TOKENS, read_json
+from ds_vcycle.checkpoint.huggingface.json_files import read_json
+from ds_vcycle.checkpoint.huggingface.settings import CONFIG
+from ds_vcycle.checkpoint.huggingface.token_ids import TokenId, default_token_ids, token_ids
 from ds_vcycle.checkpoint.manifest import CheckpointError
 
 _SETTINGS = "tokenizer_config.json"
@@ -17,14 +19,19 @@ _FILES = (
     "merges.txt", "vocab.txt",
 )  # fmt: skip
 _PREPARED = "prepare.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFiles:
-    """``files`` to copy, and the ids that config.json names, by its keys. None of either: nothing is known."""
+    """``files`` to copy, and the ids that config.json names, by its keys. None of either: nothing is known.
+
+    ``generation``: those that generation_config.json names, which may be others.
+    """
 
     files: tuple[Path, ...] = ()
-    ids: dict[str, int]
+    ids: dict[str, TokenId]
+    generation: dict[str, TokenId]
 
 
 def find_tokenizer(directories: Sequence[Path]) -> TokenizerFiles:
@@ -33,11 +40,11 @@ def find_tokenizer(directories: Sequence[Path]) -> TokenizerFiles:
     Without any, the ids of the first directory that names some.
 
     Raises:
-        CheckpointError: the file that names the ids is damaged.
+        CheckpointError: a file of it, or one that names the ids, is damaged.
     """
-    held = [TokenizerFiles(files=_files(directory), ids=_ids(directory)) for directory in directories]
-    found = [one for one in held if one.files] or [one for one in held if one.ids]
-    return found[0] if found else TokenizerFiles(ids={})
+    held = [_held(directory) for directory in directories]
+    found = [one for one in held if one.files] or [one for one in held if one.ids or one.generation]
+    return found[0] if found else TokenizerFiles(ids={}, generation={})
 
 
 def copy_tokenizer(tokenizer: TokenizerFiles, directory: Path, *, max_length: int) -> None:
@@ -51,18 +58,31 @@ def copy_tokenizer(tokenizer: TokenizerFiles, directory: Path, *, max_length: in
                 (directory / path.name).write_text(text + "\n", encoding="utf-8")
 
 
-def _files(directory: Path) -> tuple[Path, ...]:
-    return tuple(directory / name for name in _FILES if (directory / name).is_file())
+def _held(directory: Path) -> TokenizerFiles:
+    files = tuple(directory / name for name in _FILES if (directory / name).is_file())
+    for path in files:
+        if path.suffix == ".json":
+            read_json(path)
+    ids = _ids(directory)
+    return TokenizerFiles(files=files, ids=ids, generation=_generation(directory, ids))
 
 
-def _ids(directory: Path) -> dict[str, int]:
+def _ids(directory: Path) -> dict[str, TokenId]:
     if (directory / _PREPARED).is_file():
         roles = read_json(directory / _PREPARED).get("role_ids")
         if not isinstance(roles, dict):
             raise CheckpointError(f"{directory / _PREPARED} is damaged: it has no role_ids; copy it again")
         wanted = {"bos_token_id": "eod", "eos_token_id": "eod", "pad_token_id": "pad"}
-        return {key: int(roles[role]) for key, role in wanted.items() if role in roles}
+        return token_ids(directory / _PREPARED, {key: roles[role] for key, role in wanted.items() if role in roles})
     if not (directory / CONFIG).is_file():
         return {}
     tree = read_json(directory / CONFIG)
-    return {key: tree[key] for key in TOKENS if isinstance(tree.get(key), int)}
+    return token_ids(directory / CONFIG, tree) | default_token_ids(tree)
+
+
+def _generation(directory: Path, ids: dict[str, TokenId]) -> dict[str, TokenId]:
+    """Those of generation_config.json; without that file, as transformers makes one of config.json's."""
+    path = directory / GENERATION
+    if (directory / _PREPARED).is_file() or not path.is_file():
+        return {key: value for key, value in ids.items() if key != "pad_token_id"}
+    return token_ids(path, read_json(path))

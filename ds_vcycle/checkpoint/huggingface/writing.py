@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_vcycle.checkpoint.huggingface.directory import INDEX, WEIGHTS
+from ds_vcycle.checkpoint.huggingface.directory import INDEX, WEIGHTS, first_not_finite
 from ds_vcycle.checkpoint.huggingface.settings import CONFIG, require_counterpart, write_settings
 from ds_vcycle.checkpoint.huggingface.tensors import BASE, NamedTensor, head_of, model_type, named_tensors
-from ds_vcycle.checkpoint.huggingface.tokenizer_files import TokenizerFiles, copy_tokenizer
+from ds_vcycle.checkpoint.huggingface.token_ids import within
+from ds_vcycle.checkpoint.huggingface.tokenizer_files import GENERATION, TokenizerFiles, copy_tokenizer
 from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.checkpoint.retention import staged, sync_directory
 from ds_vcycle.checkpoint.shards import stream_shard
@@ -100,7 +101,8 @@ def write_huggingface(
         advance: told of the elements done and to do.
 
     Raises:
-        CheckpointError: the disk is full, or the file system refuses otherwise; nothing is left behind.
+        CheckpointError: a value is NaN or infinite; the disk is full, or the file system refuses otherwise. Nothing is
+            left behind.
     """
     require_exportable(export)
     with staged(to) as staging:
@@ -132,9 +134,10 @@ def _write_weights(staging: Path, export: Export, wholes: Iterable[Tensor], adva
 def _write_rest(staging: Path, export: Export) -> None:
     text = write_settings(export.shape, export.model, export.architecture, export.tokenizer.ids)
     (staging / CONFIG).write_text(text, encoding="utf-8")
-    ends = {key: value for key, value in export.tokenizer.ids.items() if key != "pad_token_id"}
+    ends = within(export.tokenizer.generation, export.shape.vocab_size)
     if export.shape.architecture == "gpt" and ends:
-        _write(staging / "generation_config.json", {"_from_model_config": True, **ends})
+        made = {"_from_model_config": True} if ends.items() <= export.tokenizer.ids.items() else {}
+        _write(staging / GENERATION, {**made, **ends})
     copy_tokenizer(export.tokenizer, staging, max_length=export.shape.sequence_length)
     for path in (path for path in staging.iterdir() if path.suffix != ".safetensors"):  # those are synced already
         with path.open("rb") as file:
@@ -168,7 +171,13 @@ def _by_parameter(export: Export) -> Iterator[tuple[Parameter, list[NamedTensor]
 
 def _tensors(export: Export, wholes: Iterable[Tensor]) -> Iterator[Tensor]:
     """The tensors of :func:`_table`, each made of its parameter's rows."""
-    for (_, tensors), whole in zip(_by_parameter(export), wholes, strict=True):
+    for (parameter, tensors), whole in zip(_by_parameter(export), wholes, strict=True):
+        wrong = first_not_finite(whole)
+        if wrong is not None:
+            raise CheckpointError(
+                f"{parameter.name} has a value that is {wrong}; no model with such a weight is exported: take an "
+                "earlier checkpoint (RUN@STEP)"
+            )
         for tensor in tensors:
             runs = sorted(tensor.runs, key=lambda run: run.theirs)
             parts = [whole[run.ours : run.ours + run.rows] for run in runs]

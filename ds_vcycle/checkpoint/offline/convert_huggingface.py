@@ -10,6 +10,7 @@ import yaml
 from torch import Tensor
 
 from ds_vcycle.checkpoint.huggingface.reading import HuggingFaceSource
+from ds_vcycle.checkpoint.huggingface.token_ids import beyond
 from ds_vcycle.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from ds_vcycle.checkpoint.huggingface.writing import Export, require_exportable, shard_bytes, write_huggingface
 from ds_vcycle.checkpoint.manifest import CheckpointError
@@ -98,6 +99,17 @@ def _to_huggingface(source: Source, output: Output, advance: Advance) -> str:
         if tokenizer.files
         else f"no tokenizer files: there are none in {looked}",
     ]
+    unknown = [
+        f"{key}={token}"
+        for ids in (tokenizer.ids, tokenizer.generation)
+        for key, tokens in beyond(ids, held.level.shape.vocab_size).items()
+        for token in tokens
+    ]
+    if unknown:
+        lines.append(
+            f"not written, as the vocabulary has only {held.level.shape.vocab_size} tokens: "
+            f"{', '.join(dict.fromkeys(unknown))}"
+        )
     if absent:
         lines.append(f"missing, and so not in it: {', '.join(absent)}")
     return "\n".join(lines)
@@ -116,6 +128,8 @@ def _store_lines(source: HuggingFaceSource, to: Path) -> Iterator[str]:
         )
     if source.left_out:
         yield f"left out, as model.* says: {', '.join(source.left_out)}"
+    if source.unread:
+        yield f"not read: {'; '.join(source.unread)}"
     yield f"a run starts from it with training.init_from={to} and a model of these sizes:"
     decided = {key: getattr(held.config.model, key) for key in _DECIDED}
     if shape.architecture == "bert":

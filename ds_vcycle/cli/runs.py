@@ -67,24 +67,40 @@ def plan(
     config: ConfigOption,
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Check the layout for so many ranks.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Plan for so many nodes; several, `1,4,16`, give one row for each.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node, each a rank.")] = 8,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of a GPU: `80GB`; default: the named GPU's.")] = None,
+    peak_flops: Annotated[str, typer.Option(help="Of a GPU: `312e12`, or its name: A100, H100, H200.")] = "A100",
+    mfu: Annotated[str, typer.Option(help="Share of it that is reached; one for each level: `0.45,0.3`.")] = "0.4",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing.
 
-    Example, with two keys of the file overridden:
+    With `--nodes` also what each level needs of a GPU's memory, hours, what leaves a node, and what does not fit and
+    what to change, all by formula.
+
+    Examples:
 
     - `ds-vcycle plan --config configs/demo_gpt.yaml --ranks 2 model.tensor_parallel=2 cycle.coarse.steps=800`
+
+    - `ds-vcycle plan --config configs/bert_large_3level.yaml --nodes 1 --gpu-memory 40GB`
+
+    - `ds-vcycle plan --config configs/gpt_13b.yaml --nodes 1,4,16,64 --peak-flops H100`
     """
     from rich.console import Console
 
-    from ds_vcycle.cycle.overview import overview, to_json
-    from ds_vcycle.cycle.render import render
+    from ds_vcycle.cli.plans import print_cluster, print_plan
 
-    found = overview(load_config(config, overrides), ranks=ranks)
-    if as_json:
-        print(json.dumps(to_json(found), indent=1))
-    else:
-        render(found, Console())
+    settings = load_config(config, overrides)
+    if nodes is None:
+        print_plan(settings, ranks=ranks, as_json=as_json, console=Console())
+        return
+    print_cluster(
+        settings, nodes=nodes, gpus_per_node=gpus_per_node, ranks=ranks, gpu_memory=gpu_memory, peak_flops=peak_flops,
+        mfu=mfu, as_json=as_json, console=Console(),
+    )  # fmt: skip
 
 
 def train(

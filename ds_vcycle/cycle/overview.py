@@ -117,8 +117,10 @@ class Overview:
     warnings: tuple[str, ...]
 
 
-def overview(config: RunConfig, *, ranks: int | None = None) -> Overview:
+def overview(config: RunConfig, *, ranks: int | None = None, traffic: bool = True) -> Overview:
     """Work out levels, transitions, phases and costs; with ``ranks`` also the data-parallel layout.
+
+    ``traffic``: with ``ranks``, whether also what each transition sends, which takes seconds for hundreds of them.
 
     Raises:
         UserError: whatever in the configuration cannot be run, ranks that do not divide included.
@@ -141,7 +143,7 @@ def overview(config: RunConfig, *, ranks: int | None = None) -> Overview:
         predicted_positions=positions,
         ranks=ranks,
         levels=tuple(_level(level, config, costs[level.index], ranks) for level in levels),
-        transitions=_transitions(config, levels, phases, ranks),
+        transitions=_transitions(config, levels, phases, ranks if traffic else None),
         phases=rows,
         samples=sum(row.samples for row in rows),
         tokens=sum(row.tokens for row in rows),

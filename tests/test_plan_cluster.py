@@ -216,6 +216,8 @@ def test_memory_speed_and_shares_are_read() -> None:
 
 
 WRONG = [
+    (["--gpu-memory", "40GB"], "--gpu-memory 40GB is for --nodes; give --nodes too"),
+    (["--mfu", "0.4"], "--mfu 0.4 is for --nodes"),
     (["--nodes", "two"], "--nodes two: expected a number of nodes"),
     (["--nodes", "0"], "--nodes 0: expected a number of nodes"),
     (["--nodes", "1", "--gpu-memory", "much"], "--gpu-memory much: no size of memory"),

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ds_vcycle.config import load_config
+from ds_vcycle.config import UserError, load_config
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
 Overrides = Annotated[
@@ -70,10 +70,14 @@ def plan(
     nodes: Annotated[
         str | None, typer.Option(help="Plan for so many nodes; several, `1,4,16`, give one row for each.")
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node, each a rank.")] = 8,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node, each a rank; default 8.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Of a GPU: `80GB`; default: the named GPU's.")] = None,
-    peak_flops: Annotated[str, typer.Option(help="Of a GPU: `312e12`, or its name: A100, H100, H200.")] = "A100",
-    mfu: Annotated[str, typer.Option(help="Share of it that is reached; one for each level: `0.45,0.3`.")] = "0.4",
+    peak_flops: Annotated[
+        str | None, typer.Option(help="Of a GPU: `312e12`, or its name: A100 (the default), H100, H200.")
+    ] = None,
+    mfu: Annotated[
+        str | None, typer.Option(help="Share of it that is reached, default 0.4; one for each level: `0.45,0.3`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print levels, phases, costs and groupings of a run, and whether its transitions are lossless. Starts nothing.
@@ -94,12 +98,16 @@ def plan(
     from ds_vcycle.cli.plans import print_cluster, print_plan
 
     settings = load_config(config, overrides)
+    place = {"gpus-per-node": gpus_per_node, "gpu-memory": gpu_memory, "peak-flops": peak_flops, "mfu": mfu}
     if nodes is None:
+        for option, value in place.items():
+            if value is not None:
+                raise UserError(f"--{option} {value} is for --nodes; give --nodes too")
         print_plan(settings, ranks=ranks, as_json=as_json, console=Console())
         return
     print_cluster(
-        settings, nodes=nodes, gpus_per_node=gpus_per_node, ranks=ranks, gpu_memory=gpu_memory, peak_flops=peak_flops,
-        mfu=mfu, as_json=as_json, console=Console(),
+        settings, nodes=nodes, gpus_per_node=gpus_per_node or 8, ranks=ranks, gpu_memory=gpu_memory,
+        peak_flops=peak_flops or "A100", mfu=mfu or "0.4", as_json=as_json, console=Console(),
     )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_vcycle.config import UserError
-from ds_vcycle.cycle.schedule import Train, expand
+from ds_vcycle.cycle.phases import Train
+from ds_vcycle.cycle.schedule import expand
 from ds_vcycle.rundir import Cost, Run, read_run
 from ds_vcycle.train.metrics import EvaluationRecord
 

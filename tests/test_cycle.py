@@ -10,7 +10,8 @@ import pytest
 
 from ds_vcycle.config import RunConfig
 from ds_vcycle.cycle.overview import overview
-from ds_vcycle.cycle.schedule import Train, expand
+from ds_vcycle.cycle.phases import Train
+from ds_vcycle.cycle.schedule import expand
 from ds_vcycle.train.metrics import (
     EvaluationRecord,
     SaveRecord,
@@ -46,6 +47,8 @@ UNTIL = {"cycle.coarse": {"steps": 9, "until_loss": 99.0}, "cycle.final": {"step
 UNLIKE = {**LONGER, "levels": [{}, {"tensor_parallel": 1, "zero_stage": 3, "micro_batch": 1}]}
 POST = {"model.norm_placement": "post", "model.norm_eps": 1e-12}
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+GROWTH = {"cycle.kind": "growth", "cycle.initial": {}}
+DEEPER = {"levels": [{}, {"hidden": 32, "heads": 4, "ffn": 128}]}
 WIDER = {**DROPOUT, "levels": [{}, {"tensor_parallel": 2}]}  # the coarse level's ranks must begin to draw alike
 
 
@@ -84,6 +87,12 @@ TWO: dict[str, dict[str, Any]] = {
     "explicit": {"tp": 1, "zero_stage": 1, "changes": EXPLICIT},
     "until-loss": {"tp": 2, "zero_stage": 0, "changes": UNTIL},
     "flat": {"tp": 2, "zero_stage": 1, "changes": FLAT},
+    "w-cycle": {"tp": 2, "changes": {"model.heads": 8, "cycle.kind": "W", "cycle.levels": 3}},
+    "f-cycle": {"tp": 2, "zero_stage": 2, "changes": {"model.heads": 8, "cycle.kind": "F", "cycle.levels": 3}},
+    "f-bert": {"architecture": "bert", "tp": 2, "changes": {"cycle.kind": "F"}},
+    "random-coarse": {"tp": 2, "changes": {"cycle.coarse_from": "seed"}},
+    "monotone": {"tp": 2, "changes": {**GROWTH, "model.heads": 8, "cycle.levels": 3}},
+    "stackbert": {"tp": 2, "changes": {**GROWTH, **DEEPER, "cycle.growth": {"method": "stackbert"}}},
     "parked-on-disk": {"tp": 2, "zero_stage": 2, "changes": {**LONGER, "cycle.park": "disk"}},
 }
 ALL = [*ONE, *TWO]
@@ -202,7 +211,21 @@ def test_every_phase_learns(done, name):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["one", "tp2-zero3", "unlike", "bert-tp2-zero2", "bert-post", "three-levels"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "tp2-zero3",
+        "unlike",
+        "bert-tp2-zero2",
+        "bert-post",
+        "three-levels",
+        "w-cycle",
+        "f-cycle",
+        "f-bert",
+        "monotone",
+    ],
+)
 def test_each_change_of_level_records_the_loss_along_it(done, name):
     """The defaults are lossless, so de-coalescing alone changes nothing; blending with beta does."""
     run = done[name]

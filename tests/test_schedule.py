@@ -4,17 +4,17 @@ import json
 import pytest
 
 from ds_vcycle.config import ConfigError, RunConfig, parse_config
-from ds_vcycle.cycle.schedule import (
+from ds_vcycle.cycle.phases import (
     Coalesce,
     Phase,
     Refine,
     Train,
-    expand,
     first_difference,
+    first_level,
     from_records,
     to_records,
-    warnings_for,
 )
+from ds_vcycle.cycle.schedule import expand, warnings_for
 from ds_vcycle.train.lr import LrSchedule, learning_rate
 
 BASE = {
@@ -63,6 +63,79 @@ def test_v_with_three_levels_trains_the_middle_one_on_the_way_down_and_up():
         "train level 1 x 30",
     ]
     assert [phase.index for phase in phases] == list(range(9))
+
+
+def test_w_visits_the_coarser_levels_gamma_times():
+    w = config({**V, "kind": "W", "levels": 3})
+    assert levels_visited(expand(w)) == [1, 2, 3, 2, 3, 2, 1]
+    assert [phase.steps for phase in expand(w) if isinstance(phase, Train)] == [10, 10, 50, 50, 50, 50, 30]
+    thrice = config({**V, "kind": "W", "gamma": 3, "levels": 3})
+    assert levels_visited(expand(thrice)) == [1, 2, 3, 2, 3, 2, 3, 2, 1]
+    deep = config({**V, "kind": "W", "levels": 4})
+    assert levels_visited(expand(deep)) == [1, 2, 3, 4, 3, 4, 3, 2, 3, 4, 3, 4, 3, 2, 1]
+
+
+def test_f_starts_at_the_coarsest_level_and_makes_a_v_of_each_that_it_reaches():
+    phases = expand(config({**V, "kind": "F", "levels": 3}))
+    assert words(phases) == [
+        "train level 3 x 50",
+        "refine level 3 -> 2, which is new",
+        "train level 2 x 10",
+        "coalesce level 2 -> 3",
+        "train level 3 x 50",
+        "refine level 3 -> 2",
+        "train level 2 x 50",
+        "refine level 2 -> 1, which is new",
+        "train level 1 x 10",
+        "coalesce level 1 -> 2",
+        "train level 2 x 10",
+        "coalesce level 2 -> 3",
+        "train level 3 x 50",
+        "refine level 3 -> 2",
+        "train level 2 x 50",
+        "refine level 2 -> 1",
+        "train level 1 x 30",
+    ]
+    assert first_level(phases) == 3
+
+
+def test_growth_goes_up_once():
+    cycle = {"kind": "growth", "levels": 3, "coarse": {"steps": 50}, "final": {"steps": 30}}
+    assert words(expand(config(cycle))) == [
+        "train level 3 x 50",
+        "refine level 3 -> 2, which is new",
+        "train level 2 x 50",
+        "refine level 2 -> 1, which is new",
+        "train level 1 x 30",
+    ]
+    stacked = words(expand(config({**cycle, "levels": 2, "growth": {"method": "stackbert"}})))
+    assert stacked == ["train level 2 x 50", "grow level 2 -> 1 (stackbert)", "train level 1 x 30"]
+
+
+def test_coarse_levels_may_start_from_the_seed():
+    phases = expand(config({**V, "coarse_from": "seed"}))
+    assert phases[1] == Coalesce(index=1, fine=1, coarse=2, coarse_from="seed")
+
+
+def levels_visited(phases: tuple[Phase, ...]) -> list[int]:
+    return [phase.level for phase in phases if isinstance(phase, Train)]
+
+
+@pytest.mark.parametrize(
+    ("cycle", "message"),
+    [
+        ({**V, "kind": "W"}, "cycle: kind=W needs levels >= 3, not 2; raise it or set kind=V, which is the same"),
+        ({**V, "kind": "F", "levels": 1}, "kind=F needs levels >= 2, not 1; raise it or set kind=flat"),
+        ({**V, "gamma": 3}, "gamma=3 is set, but kind=V does not read it; remove cycle.gamma"),
+        ({**V, "growth": {"method": "stackbert"}}, "growth is set, but kind=V does not read it"),
+        ({**V, "kind": "growth"}, "initial is set, but kind=growth does not read it"),
+        ({**V, "kind": "growth", "initial": {}, "coarse_from": "seed"}, "coarse_from=seed is set, but kind=growth"),
+    ],
+)
+def test_settings_that_a_kind_does_not_read_are_refused(cycle, message):
+    with pytest.raises(ConfigError, match=message):
+        config(cycle)
+    config({**cycle, "kind": "flat", "flat": {"steps": 5}})  # one word makes a baseline of any run
 
 
 def test_phases_without_steps_are_left_out_and_the_rest_is_counted_on():
@@ -142,11 +215,11 @@ def test_an_explicit_list_may_visit_a_level_again():
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        ([{"train": 2, "steps": 5}], r"cycle.phases.0.train=2: .* level 1 there \(a cycle starts at level 1\)"),
+        ([{"train": 2, "steps": 5}, {"coalesce": 1}], r"cycle.phases.1.coalesce=1: .* level 2 there; set coalesce: 2"),
         ([{"train": 1, "steps": 5}, {"coalesce": 1}, {"train": 1, "steps": 5}], r"phases.2.train=1: .* at level 2"),
         ([{"coalesce": 1}, {"coalesce": 1}], r"phases.1.coalesce=1: the cycle is at level 2 there; set coalesce: 2"),
-        ([{"train": 1, "steps": 5}, {"refine": 1}], r"phases.1.refine=1: .* no level is parked; coalesce before"),
-        ([{"coalesce": 1}, {"coalesce": 2}, {"refine": 1}], r"phases.2.refine=1: .*can refine only level 2, which is"),
+        ([{"train": 1, "steps": 5}, {"refine": 1}], r"phases.1.refine=1: .* none: nothing is above level 1"),
+        ([{"coalesce": 1}, {"coalesce": 2}, {"refine": 1}], r"phases.2.refine=1: .*can refine only level 2"),
         ([{"coalesce": 1}, {"refine": 1}], r"trains no step at all"),
     ],
 )
@@ -187,6 +260,13 @@ def test_a_learning_rate_that_contradicts_itself_is_refused():
 def test_the_list_survives_json():
     phases = expand(config({"kind": "phases", "phases": W}))
     assert from_records(json.loads(json.dumps(to_records(phases)))) == phases
+
+
+def test_what_an_older_list_does_not_say_has_its_default():
+    phases = expand(config(V))
+    records = to_records(phases)
+    del records[1]["coarse_from"], records[3]["kept"]
+    assert from_records(records) == phases
 
 
 def test_a_record_that_is_no_phase_is_refused():

@@ -10,8 +10,9 @@ from ds_vcycle.config import ConfigError, LevelConfig, RunConfig
 from ds_vcycle.cycle.gpu import Gpu
 from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
+from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train
 from ds_vcycle.cycle.remedies import Room, changes_that_fit
-from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand
+from ds_vcycle.cycle.schedule import expand
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.schema import parameter_count
 from ds_vcycle.train.flops import predicted_positions, recompute_flops, step_flops

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
-from ds_vcycle.cycle.schedule import Coalesce, Phase, Refine, Train, expand, warnings_for
+from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train
+from ds_vcycle.cycle.schedule import expand, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.operators.maps import AxisMap
@@ -255,6 +256,8 @@ def _detail(phase: Phase) -> str:
         return f"level {phase.fine} is parked"
     if isinstance(phase, Refine):
         return f"alpha {phase.alpha:g}, beta {phase.beta:g}"
+    if isinstance(phase, Grow):
+        return "moments anew"
     until = "" if phase.until_loss is None else f", until loss {phase.until_loss:g}"
     return _lr_text(phase.lr) + until
 

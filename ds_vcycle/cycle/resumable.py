@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError
 from ds_vcycle.config import RunConfig, parse_config
-from ds_vcycle.cycle.schedule import Phase, first_difference, from_records
+from ds_vcycle.cycle.phases import Phase, first_difference, from_records
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.train.deepspeed_config import MONITORS

@@ -22,13 +22,15 @@ from ds_vcycle import parallel
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, missing_parameters, require_shape
 from ds_vcycle.checkpoint.store import Checkpoint, find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, UserError
+from ds_vcycle.cycle import level_changes, training
 from ds_vcycle.cycle.checks import RunPlan, check_models, check_run, check_run_dir
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.lock import locked
+from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train, first_level, to_records
 from ds_vcycle.cycle.position import Position, position_from
 from ds_vcycle.cycle.resumable import check_resumable
 from ds_vcycle.cycle.saving import Restored, gather_objects, read_initial, read_run, versions
-from ds_vcycle.cycle.schedule import Coalesce, Refine, Train, to_records, warnings_for
+from ds_vcycle.cycle.schedule import warnings_for
 from ds_vcycle.cycle.stopping import Status, Stopped, read_status, stop_signals, write_status
 from ds_vcycle.cycle.transition import Staged
 
@@ -143,6 +145,12 @@ def _source(plan: RunPlan) -> Checkpoint | None:
     path = plan.config.training.init_from
     if path is None:
         return None
+    start = first_level(plan.phases)
+    if start != 1:
+        raise UserError(
+            f"training.init_from={path} gives level 1 its weights, but this cycle starts at level {start}; remove it, "
+            "or start the cycle at level 1 (cycle.kind=V)"
+        )
     try:
         checkpoint = open_checkpoint(locate_checkpoint(path))
         require_shape(checkpoint, plan.level(1).shape, whose="level 1 of this run", partly=True)
@@ -170,7 +178,7 @@ def _open(plan: RunPlan, stack: ExitStack) -> None:
 
 def _walk(run: LiveRun) -> None:
     """Do the phases that are left, each followed by a checkpoint."""
-    phases: Sequence[Train | Coalesce | Refine] = run.plan.phases
+    phases = run.plan.phases
     for warning in warnings_for(run.plan.config):
         run.progress.note(f"warning: {warning}")
     if any(not isinstance(phase, Train) for phase in phases[run.position.next_phase :]):
@@ -178,16 +186,22 @@ def _walk(run: LiveRun) -> None:
     for phase in phases[run.position.next_phase :]:
         run.position = run.position.entering(phase.index)
         _status(run, "running", {})
-        if isinstance(phase, Train):
-            run.train(phase)
-        elif isinstance(phase, Coalesce):
-            run.coalesce(phase)
-        else:
-            run.refine(phase)
+        _do(run, phase)
         run.position = replace(run.position, done=True)
         run.save()
         if phase is not phases[-1] and parallel.any_rank(bool(run.flag)):
             raise Stopped
+
+
+def _do(run: LiveRun, phase: Phase) -> None:
+    if isinstance(phase, Train):
+        training.train(run, phase)
+    elif isinstance(phase, Coalesce):
+        level_changes.coalesce(run, phase)
+    elif isinstance(phase, Refine):
+        level_changes.refine(run, phase)
+    else:
+        level_changes.grow(run, phase)
 
 
 def _kernels(run: LiveRun) -> str:

@@ -28,10 +28,10 @@ from ds_vcycle.checkpoint.store import (
     write_fragments,
 )
 from ds_vcycle.config import RunConfig
+from ds_vcycle.cycle.phases import Phase
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.records import RunRecords
 from ds_vcycle.cycle.saving import engine_fragments, engine_state, gather_objects, run_state
-from ds_vcycle.cycle.schedule import Phase
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh, any_rank, raise_together, rng_state, together

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +24,8 @@ from ds_vcycle.checkpoint.store import (
     save,
 )
 from ds_vcycle.config import EmbeddingPolicy, RunConfig
+from ds_vcycle.cycle.phases import Phase, to_records
 from ds_vcycle.cycle.position import Position, position_from
-from ds_vcycle.cycle.schedule import Phase, to_records
 from ds_vcycle.cycle.transition import Fragments, Staged, common_step
 from ds_vcycle.levels import Level
 from ds_vcycle.model.initial import initial_slice
@@ -114,9 +114,24 @@ def read_initial(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Sta
     """
     with checkpoint:
         held = together(lambda: _staged(checkpoint, config, level))
-    drawn = _drawn(missing_parameters(checkpoint), config, level)
+    drawn = initial_fragments(config, level, missing_parameters(checkpoint))
     if drawn or config.operators.moments == "reset":
         return Staged(master=held.master | drawn)
+    return held
+
+
+def initial_fragments(config: RunConfig, level: Level, names: Container[str] | None = None) -> Fragments:
+    """This rank's fragments of a level (of the parameters ``names`` only) at their initial values from the seed."""
+    mesh = mesh_for(level.tensor_parallel)
+    ranges = _ranges(parameters(level.shape), layout_of(level, config, mesh.world_size), mesh)
+    held: Fragments = {}
+    for name, at in ranges.items():
+        if names is None or name in names:
+            whole = initial_slice(
+                at.parameter, seed=config.training.seed, std=config.model.init_std, layers=level.shape.layers,
+                tp_size=mesh.tp_size, tp_rank=mesh.tp_rank,
+            )  # fmt: skip
+            held[name] = whole.reshape(-1)[at.start : at.start + at.length].clone()
     return held
 
 
@@ -148,21 +163,6 @@ def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]
         random_states=(checkpoint.extras(dist.get_rank()) or None) if same_ranks else None,
         counters=checkpoint.state["counters"],
     )
-
-
-def _drawn(names: Sequence[str], config: RunConfig, level: Level) -> Fragments:
-    """This rank's fragments of parameters at their initial values."""
-    mesh = mesh_for(level.tensor_parallel)
-    ranges = _ranges(parameters(level.shape), layout_of(level, config, mesh.world_size), mesh)
-    held: Fragments = {}
-    for name, at in ranges.items():
-        if name in names:
-            whole = initial_slice(
-                at.parameter, seed=config.training.seed, std=config.model.init_std, layers=level.shape.layers,
-                tp_size=mesh.tp_size, tp_rank=mesh.tp_rank,
-            )  # fmt: skip
-            held[name] = whole.reshape(-1)[at.start : at.start + at.length].clone()
-    return held
 
 
 def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:

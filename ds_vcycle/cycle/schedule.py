@@ -6,61 +6,14 @@ and every checkpoint record. Phases without steps are left out of it; ``index`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from ds_vcycle.config import ConfigError, PhaseConfig, PhaseEntry, RunConfig
+from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train, last_level
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.train.lr import LrSchedule
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Train:
-    """Train ``level`` for ``steps``, or until the held-out loss is at or below ``until_loss``."""
-
-    index: int
-    level: int
-    steps: int
-    lr: LrSchedule
-    until_loss: float | None = None
-
-    def __str__(self) -> str:
-        return f"train level {self.level}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coalesce:
-    """Go down: level ``fine`` -> level ``coarse``; the fine level is parked."""
-
-    index: int
-    fine: int
-    coarse: int
-
-    def __str__(self) -> str:
-        return f"coalesce level {self.fine} -> {self.coarse}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refine:
-    """Go up: level ``coarse`` is de-coalesced and blended into the parked level ``fine``."""
-
-    index: int
-    fine: int
-    coarse: int
-    alpha: float
-    beta: float
-
-    def __str__(self) -> str:
-        return f"refine level {self.coarse} -> {self.fine}"
-
-
-Phase: TypeAlias = Train | Coalesce | Refine
-_KINDS: dict[str, type[Train] | type[Coalesce] | type[Refine]] = {
-    "train": Train,
-    "coalesce": Coalesce,
-    "refine": Refine,
-}
 
 
 def expand(config: RunConfig) -> tuple[Phase, ...]:
@@ -74,47 +27,16 @@ def expand(config: RunConfig) -> tuple[Phase, ...]:
             cannot reach.
     """
     levels = resolve_levels(config)
-    phases: list[Phase]
-    if config.cycle.kind == "flat":
-        phases = [_train(config, levels[0], config.cycle.flat, "cycle.flat")]
-    elif config.cycle.kind == "V":
-        phases = _v_cycle(config, levels)
-    else:
+    kind = config.cycle.kind
+    if kind == "phases":
         phases = _explicit(config, levels)
+    else:
+        walk = {"flat": _flat, "V": _v_cycle, "W": _w_cycle, "F": _f_cycle, "growth": _growth}[kind]
+        phases = walk(config, levels)
     kept = [phase for phase in phases if not (isinstance(phase, Train) and phase.steps == 0)]
     if not any(isinstance(phase, Train) for phase in kept):
         raise ConfigError(f"cycle: kind={config.cycle.kind} trains no step at all; set steps of one phase above 0")
     return tuple(replace(phase, index=index) for index, phase in enumerate(kept))
-
-
-def to_records(phases: Sequence[Phase]) -> list[dict[str, Any]]:
-    """The phase list as plain values for JSON, each with its ``kind``."""
-    return [{"kind": type(phase).__name__.lower(), **asdict(phase)} for phase in phases]
-
-
-def from_records(records: Sequence[Mapping[str, Any]]) -> tuple[Phase, ...]:
-    """The phase list from what :func:`to_records` wrote.
-
-    Raises:
-        ConfigError: an entry is not a phase.
-    """
-    return tuple(_from_record(record, index) for index, record in enumerate(records))
-
-
-def first_difference(recorded: Sequence[Phase], wanted: Sequence[Phase]) -> str | None:
-    """The first difference between a recorded phase list and the configuration's, in words; None if there is none."""
-    for index, (old, new) in enumerate(zip(recorded, wanted)):
-        if str(old) != str(new):
-            return f"phase {index} is '{old}' in the run and '{new}' in the configuration"
-        before, now = _flat_values(old), _flat_values(new)
-        for key, value in before.items():
-            if value != now[key]:
-                return f"phase {index} ({old}): {key} is {value} in the run and {now[key]} in the configuration"
-    if len(recorded) != len(wanted):
-        longer, where = (recorded, "run") if len(recorded) > len(wanted) else (wanted, "configuration")
-        shorter = min(len(recorded), len(wanted))
-        return f"phase {shorter} ('{longer[shorter]}') is only in the {where}"
-    return None
 
 
 def warnings_for(config: RunConfig) -> tuple[str, ...]:
@@ -141,30 +63,82 @@ def warnings_for(config: RunConfig) -> tuple[str, ...]:
             "norm, whose eps then weighs m^2 times as much, so that the function is kept only as far as eps is nothing "
             "beside their variance; set model.norm_eps=1e-12"
         )
-    at = _last_level(phases)
+    at = last_level(phases)
     if at != 1:
         warnings.append(f"the cycle ends at level {at}, not at the target model; add refine phases up to level 1")
     return tuple(warnings)
 
 
-def _v_cycle(config: RunConfig, levels: tuple[Level, ...]) -> list[Phase]:
-    cycle = config.cycle
-    phases: list[Phase] = []
-    for level in levels[:-1]:
-        phases.append(_train(config, level, cycle.initial, "cycle.initial", moved=bool(phases)))
-        phases.append(Coalesce(index=0, fine=level.index, coarse=level.index + 1))
-    phases.append(_train(config, levels[-1], cycle.coarse, "cycle.coarse", level_steps=True, moved=True))
+def _flat(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    return [_train(config, levels[0], config.cycle.flat, "cycle.flat")]
+
+
+def _v_cycle(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    return _cycle_from(config, levels, 1, gamma=1, moved=False)
+
+
+def _w_cycle(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    return _cycle_from(config, levels, 1, gamma=config.cycle.gamma, moved=False)
+
+
+def _f_cycle(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    """Full multigrid: from the coarsest level up, each new level with a V cycle of its own."""
+    phases: list[Phase] = [_coarse(config, levels[-1], moved=False)]
     for level in reversed(levels[:-1]):
-        phases.append(_refine(config, level.index))
-        section, key = (cycle.final, "cycle.final") if level.index == 1 else (cycle.coarse, "cycle.coarse")
-        phases.append(_train(config, level, section, key, level_steps=True, moved=True))
+        phases.append(_refine(config, level.index, kept="seed"))
+        phases += _cycle_from(config, levels, level.index, gamma=1, moved=True)
     return phases
 
 
-def _explicit(config: RunConfig, levels: tuple[Level, ...]) -> list[Phase]:
-    _refuse_unused(config)
+def _growth(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    """From the coarsest level up, once."""
+    method = config.cycle.growth.method
+    phases: list[Phase] = [_coarse(config, levels[-1], moved=False)]
+    for level in reversed(levels[:-1]):
+        if method == "decoalesce":
+            phases.append(_refine(config, level.index, kept="seed"))
+        else:
+            phases.append(Grow(index=0, fine=level.index, coarse=level.index + 1, method=method))
+        phases.append(_after_going_up(config, level))
+    return phases
+
+
+def _cycle_from(config: RunConfig, levels: Sequence[Level], top: int, *, gamma: int, moved: bool) -> list[Phase]:
+    """A cycle that starts and ends at level ``top``: its coarser part ``gamma`` times, the coarsest level once."""
+    level = levels[top - 1]
+    down = Coalesce(index=0, fine=top, coarse=top + 1, coarse_from=config.cycle.coarse_from)
+    phases: list[Phase] = [_train(config, level, config.cycle.initial, "cycle.initial", moved=moved), down]
+    if top + 1 == len(levels):
+        phases.append(_coarse(config, levels[-1], moved=True))
+    else:
+        below = _cycle_from(config, levels, top + 1, gamma=gamma, moved=True)
+        again = below[1:]  # it has just been trained there
+        phases += below + again * (gamma - 1)
+    return [*phases, _refine(config, top), _after_going_up(config, level)]
+
+
+def _coarse(config: RunConfig, level: Level, *, moved: bool) -> Train:
+    return _train(config, level, config.cycle.coarse, "cycle.coarse", level_steps=True, moved=moved)
+
+
+def _after_going_up(config: RunConfig, level: Level) -> Train:
+    if level.index > 1:
+        return _coarse(config, level, moved=True)
+    return _train(config, level, config.cycle.final, "cycle.final", level_steps=True, moved=True)
+
+
+def _explicit(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
+    """The phases of an explicit list; the run starts at the level that the first of them names."""
+    for position, level in enumerate(config.levels):
+        if level.steps is not None:
+            raise ConfigError(
+                f"levels.{position}.steps={level.steps} is set but cycle.kind=phases gives each train phase its steps; "
+                "remove it"
+            )
+    first = config.cycle.phases[0]
+    at = first.train or first.coalesce or (first.refine or 0) + 1
     phases: list[Phase] = []
-    at = 1
+    parked: set[int] = set()
     for position, entry in enumerate(config.cycle.phases):
         key = f"cycle.phases.{position}"
         _check_reachable(entry, at, key)
@@ -172,41 +146,29 @@ def _explicit(config: RunConfig, levels: tuple[Level, ...]) -> list[Phase]:
             moved = bool(phases) and not isinstance(phases[-1], Train)
             phases.append(_train(config, levels[at - 1], entry, key, moved=moved))
         elif entry.coalesce is not None:
-            phases.append(Coalesce(index=0, fine=at, coarse=at + 1))
+            phases.append(Coalesce(index=0, fine=at, coarse=at + 1, coarse_from=entry.coarse_from or "fine"))
+            parked.add(at)
             at += 1
         else:
             at -= 1
-            phases.append(_refine(config, at, entry))
+            phases.append(_refine(config, at, entry, kept="parked" if at in parked else "seed"))
+            parked.discard(at)
     return phases
 
 
-def _refuse_unused(config: RunConfig) -> None:
-    """With an explicit list, the settings that only the V cycle reads would be silently ignored."""
-    for name in ("initial", "coarse", "final"):
-        if getattr(config.cycle, name) != PhaseConfig():
-            raise ConfigError(f"cycle.{name} is set but cycle.kind=phases lists its own phases; remove cycle.{name}")
-    for position, level in enumerate(config.levels):
-        if level.steps is not None:
-            raise ConfigError(
-                f"levels.{position}.steps={level.steps} is set but cycle.kind=phases gives each train phase its steps; "
-                "remove it"
-            )
-
-
 def _check_reachable(entry: PhaseEntry, at: int, key: str) -> None:
-    """The walk stands at level ``at``, and all finer levels are parked: only their neighbour can be refined."""
+    """The walk stands at level ``at``: it is trained or coalesced, or the level above is refined."""
     if entry.refine is not None:
         if entry.refine == at - 1:
             return
-        target = f"level {at - 1}, which is parked" if at > 1 else "none: no level is parked; coalesce before"
+        target = f"level {at - 1}" if at > 1 else "none: nothing is above level 1"
         raise ConfigError(f"{key}.refine={entry.refine}: the cycle is at level {at} there and can refine only {target}")
     kind, level = ("train", entry.train) if entry.train is not None else ("coalesce", entry.coalesce)
     if level == at:
         return
-    start = " (a cycle starts at level 1)" if key.endswith("phases.0") else ""
     raise ConfigError(
-        f"{key}.{kind}={level}: the cycle is at level {at} there{start}; set {kind}: {at} or add the coalesce or "
-        "refine phases that lead there"
+        f"{key}.{kind}={level}: the cycle is at level {at} there; set {kind}: {at} or add the coalesce or refine "
+        "phases that lead there"
     )
 
 
@@ -248,30 +210,9 @@ def _check_lr(lr: LrSchedule, key: str, level: int) -> None:
         )
 
 
-def _refine(config: RunConfig, fine: int, entry: PhaseEntry | None = None) -> Refine:
+def _refine(
+    config: RunConfig, fine: int, entry: PhaseEntry | None = None, *, kept: Literal["parked", "seed"] = "parked"
+) -> Refine:
     alpha = config.operators.alpha if entry is None or entry.alpha is None else entry.alpha
     beta = config.operators.beta if entry is None or entry.beta is None else entry.beta
-    return Refine(index=0, fine=fine, coarse=fine + 1, alpha=alpha, beta=beta)
-
-
-def _last_level(phases: Sequence[Phase]) -> int:
-    last = phases[-1]
-    if isinstance(last, Train):
-        return last.level
-    return last.coarse if isinstance(last, Coalesce) else last.fine
-
-
-def _from_record(record: Mapping[str, Any], index: int) -> Phase:
-    kind = _KINDS.get(record.get("kind", ""))
-    if kind is None or set(record) != {"kind", *(field.name for field in fields(kind))}:
-        raise ConfigError(f"phase {index} of the recorded list is not a phase: {dict(record)}")
-    values = {key: value for key, value in record.items() if key != "kind"}
-    if kind is Train:
-        values["lr"] = LrSchedule(**values["lr"])
-    return kind(**values)
-
-
-def _flat_values(phase: Phase) -> dict[str, Any]:
-    values = asdict(phase)
-    schedule = values.pop("lr", {})
-    return values | {f"lr.{key}": value for key, value in schedule.items()}
+    return Refine(index=0, fine=fine, coarse=fine + 1, alpha=alpha, beta=beta, kept=kept)

@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeAlias
 from ds_vcycle.config import UserError
 from ds_vcycle.train.flops import Flops
 
+TransitionKind: TypeAlias = Literal["coalesce", "refine", "grow"]
+
 
 class MetricsError(UserError):
     """metrics.jsonl cannot be read, or would be overwritten."""
@@ -98,7 +100,7 @@ class EvaluationRecord(Place):
 class TransitionRecord(Place):
     """A change of level that took ``own_seconds``; ``level`` is where it led to, alpha and beta are refine's."""
 
-    kind: Literal["coalesce", "refine"]
+    kind: TransitionKind
     fine: int
     coarse: int
     alpha: float | None
@@ -118,7 +120,7 @@ class TransitionLossRecord(Place):
     where it was not asked for (``evaluation.transitions``).
     """
 
-    kind: Literal["coalesce", "refine"]
+    kind: TransitionKind
     fine: int
     coarse: int
     before: float
@@ -176,7 +178,7 @@ def evaluation_record(place: Place, *, loss: float, samples: int, totals: Totals
 def transition_record(
     place: Place,
     *,
-    kind: Literal["coalesce", "refine"],
+    kind: TransitionKind,
     fine: int,
     coarse: int,
     before: Totals,

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ds_vcycle.config import DepthPolicy, EmbeddingPolicy, OperatorsConfig, RunConfig, load_config
 from ds_vcycle.cycle.checks import RunPlan, check_run
-from ds_vcycle.cycle.schedule import Train
+from ds_vcycle.cycle.phases import Train
 from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters, refine_into, stage_down, stage_up
 from ds_vcycle.data.batches import evaluation_batches, step_batches
 from ds_vcycle.evaluate.heldout import held_out_loss

@@ -31,7 +31,7 @@ def run_command_lines(root: str, setup: Sequence[str], commands: dict[str, Seque
 
     The first commands find no process group; the first that needs one makes it.
     """
-    with mock.patch("ds_vcycle.cycle.live.LiveRun.refine", _break_off) if setup else contextlib.nullcontext():
+    with mock.patch("ds_vcycle.cycle.level_changes.refine", _break_off) if setup else contextlib.nullcontext():
         prepared = _run(Path(root), setup) if setup else None
     assert prepared is None or "broken off" in prepared.errors, prepared
     return {name: _run(Path(root), arguments) for name, arguments in commands.items()}

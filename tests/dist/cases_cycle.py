@@ -41,17 +41,17 @@ def runs(configs: dict[str, RunConfig]) -> dict[str, Outcome]:
 
 
 def _run(config: RunConfig) -> Outcome:
-    again, unlike, original = "", [], live.release
+    again, unlike, original = "", [], live.free
 
     def checked(engine: Engine) -> None:
         unlike.extend(_unlike(engine))
         original(engine)
 
-    live.release = checked
+    live.free = checked
     try:
         ended = run_training(config)
     finally:
-        live.release = original
+        live.free = original
     try:
         run_training(config)
     except UserError as error:

@@ -18,7 +18,7 @@ import torch
 
 from ds_vcycle import cli
 from ds_vcycle.config import RunConfig, UserError
-from ds_vcycle.cycle import live, runner, saves
+from ds_vcycle.cycle import level_changes, live, runner, saves, training
 from ds_vcycle.cycle.runner import Resume, run_training
 from ds_vcycle.sharding.zero import fragments
 from ds_vcycle.train.metrics import MetricsWriter
@@ -26,11 +26,11 @@ from ds_vcycle.train.metrics import MetricsWriter
 # Where a run can be disturbed: the function that is about to be called
 _POINTS: dict[str, tuple[Any, str]] = {
     "begin": (live.LiveRun, "begin"),
-    "step": (live, "train_step"),
+    "step": (training, "train_step"),
     "evaluation": (live, "held_out_loss"),
-    "coalesce": (live, "stage_down"),
-    "park": (live, "save_parked"),
-    "refine": (live, "refine_into"),
+    "coalesce": (level_changes, "stage_down"),
+    "park": (level_changes, "save_parked"),
+    "refine": (level_changes, "refine_into"),
     "save": (saves, "begin_save"),
     "record": (MetricsWriter, "write"),
     "describe": (runner, "_open"),

@@ -1,0 +1,100 @@
+"""A training phase: steps until its end, with what is measured, recorded and saved between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ds_vcycle.cycle.live import LiveRun
+from ds_vcycle.cycle.pending import PendingStep, read_back
+from ds_vcycle.cycle.phases import Train
+from ds_vcycle.cycle.stopping import Stopped
+from ds_vcycle.data.batches import Batch, Prefetcher
+from ds_vcycle.train.flops import predicted_positions, step_flops
+from ds_vcycle.train.loop import train_step
+from ds_vcycle.train.lr import learning_rate
+
+
+def train(run: LiveRun, phase: Train) -> None:
+    """Train the live level to the phase's end, its ``until_loss``, or until asked to stop.
+
+    Raises:
+        Stopped: after the step in hand, with the state saved.
+        TrainingError: the loss or the gradient norm is not finite.
+    """
+    config = run.plan.config
+    pending: list[PendingStep] = []
+    run.progress.phase(phase.index, str(phase), phase.steps, run.position.phase_step)
+    with _coming_batches(run) as coming:
+        while run.position.phase_step < phase.steps:
+            done = _step(run, phase, next(coming))
+            pending.append(done)
+            stop = done.result.stop
+            run.poll_saves()
+            step = run.position.phase_step
+            last = step == phase.steps
+            evaluating = last or step % config.evaluation.every_steps == 0
+            saving = config.saving.every_steps and step % config.saving.every_steps == 0
+            if stop or saving or evaluating or step % config.logging.every_steps == 0:
+                _record(run, pending)
+            if evaluating:
+                run.evaluate()
+                if phase.until_loss is not None and run.held_out <= phase.until_loss:
+                    break
+            if not last and (stop or saving):
+                run.save()
+            if stop and not last:
+                raise Stopped
+
+
+def _coming_batches(run: LiveRun) -> Prefetcher:
+    """The batches of the live level's coming steps, made ahead of time; they depend on the data position only."""
+    level = run.plan.level(run.position.level)
+    return Prefetcher(
+        run.plan.training,
+        position=run.position.totals.samples,
+        global_batch=run.plan.config.training.global_batch,
+        micro_batch=level.micro_batch,
+        dp_rank=run.mesh.dp_rank,
+        dp_size=run.mesh.dp_size,
+    )
+
+
+def _step(run: LiveRun, phase: Train, batches: Sequence[Batch]) -> PendingStep:
+    """One optimizer step; its values stay on the device."""
+    config, level = run.plan.config, run.plan.level(run.position.level)
+    before, done = run.position.totals, run.position.phase_step
+    lr = learning_rate(phase.lr, done)
+    result = train_step(run.live(), batches, lr=lr, mesh=run.mesh, stop=bool(run.flag))
+    samples = config.training.global_batch
+    positions = predicted_positions(level.shape, config.data.mask_probability)
+    after = before.after_step(
+        samples=samples,
+        tokens=samples * level.shape.sequence_length,
+        flops=step_flops(level.shape, samples=samples, predicted_positions=positions),
+        seconds=run.seconds(),
+    )
+    run.position = replace(run.position, phase_step=done + 1, totals=after)
+    return PendingStep(place=run.position.place, result=result, lr=lr, before=before, after=after)
+
+
+def _record(run: LiveRun, pending: list[PendingStep]) -> None:
+    """Read the pending steps back from the device, refuse what is not finite, record them, and empty the list.
+
+    Raises:
+        TrainingError: naming the step and the last good checkpoint.
+    """
+    records = read_back(pending)
+    for record in records:
+        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            raise run.not_finite(record, f"loss {record.loss}, gradient norm {record.grad_norm}")
+        run.records.write(record)
+        events = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
+        events["tokens_per_second"] = record.tokens_per_second
+        run.records.show([(f"train/{name}", value, record.step) for name, value in events.items()])
+    if records:
+        held_out = f" held-out {run.held_out:.4f}" if math.isfinite(run.held_out) else ""
+        speed = f"{records[-1].tokens_per_second:,.0f} tok/s"
+        run.progress.update(run.position.phase_step, f"loss {records[-1].loss:.4f}{held_out} {speed}")
+        run.records.settle()

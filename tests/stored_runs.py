@@ -50,7 +50,7 @@ def stored_run(
         mode="json"
     )
     tree["cycle"] |= {"initial": {"steps": 40}, "coarse": {"steps": 100}, "final": {"steps": 30}}
-    tree["training"] |= {"zero_stage": layout.zero_stage}
+    tree["training"] |= {"zero_stage": layout.zero_stage, "global_batch": 12}
     config = parse_config({**tree, "run_dir": str(run_dir)})
     fine_level, coarse_level = resolve_levels(config)
     fine = {"master": _weights(fine_level.shape, 1)}

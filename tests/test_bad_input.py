@@ -47,7 +47,7 @@ CONFIGURATION: dict[str, tuple[str, Sequence[str]]] = {
     "hidden not a multiple of heads": ("model.hidden=34", ["hidden=34", "heads=4", "head_dim"]),
     "phases beside the V cycle's": (
         "cycle.kind=phases cycle.phases=[{train: 1, steps: 3}]",
-        ["cycle.initial is set but cycle.kind=phases", "remove cycle.initial"],
+        ["cycle: initial is set, but kind=phases does not read it; remove cycle.initial", "remove cycle.initial"],
     ),
 }
 LAYOUT: dict[str, tuple[str, Sequence[str]]] = {

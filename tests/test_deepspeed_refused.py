@@ -81,6 +81,10 @@ NATIVE = {
     ),
     "the last rank's file is missing": Refused(change=_drop(_FILE), said=r"files of 1 ranks, .* says dp_world_size=2"),
     "no model file": Refused(change=_drop("mp_rank_00_model_states.pt"), said="model files of 0 of 1 mp_ranks"),
+    "another rank's model file, as of ZeRO 3, without its own": Refused(
+        change=_copy("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        said="lacks zero_pp_rank_1_mp_rank_00_model_states.pt, and other ranks have theirs",
+    ),
     "two files of a rank": Refused(change=_copy(_FILE, f"bf16_{_FILE}"), said="are of the same rank"),
     "without ZeRO": Refused(
         change=lambda folder: [path.unlink() for path in folder.glob("*_optim_states.pt")], said="saved without ZeRO"
@@ -231,6 +235,9 @@ UNIVERSAL = {
     "steps differ": Refused(
         change=lambda folder: torch.save(torch.tensor(3.0), folder / "zero" / _NORM / "step.pt"),
         said=r"step is 3 .* and 7|7 .* and 3",
+    ),
+    "one step is missing": Refused(
+        change=_drop(f"zero/{_NORM}/step.pt"), said=rf"{re.escape(_NORM)}/step.pt is missing"
     ),
     "no step": Refused(
         change=lambda folder: [path.unlink() for path in folder.glob("zero/*/step.pt")], said="Adam's step is none"

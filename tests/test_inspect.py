@@ -32,7 +32,7 @@ def test_one_screen_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines()[1:])) <= 160
     for expected in (
         "checkpoint of a run, its latest; saved 20",
-        "phase 2 (train level 2; the run has 5), step 80 of 100; step 120 of the run, 240 samples, 1,920 tokens",
+        "phase 3 of 5 (train level 2), step 80 of 100; step 120 of the run, 240 samples, 1,920 tokens",
         "bert, level 2 of 2: layers 2, hidden 6, heads 4, ffn 12, vocabulary 61 (padded to 256), sequence 8",
         "fp32 masters, computed with in fp32",
         "moments     Adam's, of step 120",

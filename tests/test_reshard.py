@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from ds_vcycle import cli
 from ds_vcycle.checkpoint.offline.processes import Processes
-from ds_vcycle.checkpoint.offline.relayout import TargetLayout
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout, lowered_micro_batches, relaid
 from ds_vcycle.checkpoint.offline.reshard import reshard
 from ds_vcycle.checkpoint.store import CheckpointError, find_latest, open_checkpoint
-from ds_vcycle.config import UserError
+from ds_vcycle.config import UserError, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.sharding.placement import Layout
 from tests.dist.cases_store import on_threads
@@ -130,6 +130,7 @@ def test_what_is_left_open_stays_and_random_states_with_it(run: StoredRun, tmp_p
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not dividing the ranks": ({"tp": 4}, r"--tp 4 does not divide the 2 ranks the checkpoint was saved by; give --dp"),
+    "not dividing the global batch": ({"tp": 1, "dp": 7}, r"training.global_batch=12 does not divide over 7 data-par"),
     "not dividing the heads": ({"tp": 8, "dp": 1}, r"level 2.*heads|level 2.*kv_groups"),
 }
 
@@ -140,6 +141,18 @@ def test_what_cannot_be_is_refused_and_nothing_is_left(run: StoredRun, tmp_path:
     with pytest.raises(UserError, match=message):
         reshard(run.run_dir, tmp_path / "to", TargetLayout(**target))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_micro_batch_is_lowered_to_what_divides_the_share(tmp_path: Path) -> None:
+    """A global batch of 12 on 2 ranks leaves 6 to each, of which 4 is no divisor; 3 is the largest below it."""
+    config = stored_run(tmp_path / "run", _layout((1, 1, 1))).config
+    tree = config.model_dump(mode="json")
+    tree["training"]["micro_batch"], tree["levels"] = 4, [{}, {**tree["levels"][1], "micro_batch": 6}]
+    before = parse_config(tree)
+    after = relaid(before, _layout((1, 2, 1)), run_dir=tmp_path, where=tmp_path)
+    assert [level.micro_batch for level in resolve_levels(after)] == [3, 6]
+    assert lowered_micro_batches(before, after) == ("level 1: micro_batch 4 -> 3",)
+    assert after.training.global_batch == 12
 
 
 def test_groups_that_would_change_under_way_are_refused(tmp_path: Path) -> None:

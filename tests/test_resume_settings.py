@@ -167,13 +167,34 @@ NEWER: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+ENGINE_STATE = {"adam_step": 0, "counters": {}}
+
+
+@pytest.mark.parametrize("missing", ["phases", "config", "counters", "adam_step", "position.totals", "phases.0"])
+def test_a_manifest_without_the_runs_state_is_refused_by_name(tmp_path: Path, missing: str) -> None:
+    """Its checksum is right: it was written so, by hand or by a fault."""
+    config = tiny_run(tmp_path / "run")
+    state: dict[str, Any] = run_state(config, expand(config), Position()) | ENGINE_STATE
+    key, _, inner = missing.partition(".")
+    if inner == "0":
+        state[key][0] = None
+    else:
+        del (state[key] if inner else state)[inner or key]
+    save_simulated(tmp_path / "step-00000001", local_shards(1), state=state)
+    with (
+        open_checkpoint(tmp_path / "step-00000001") as checkpoint,
+        pytest.raises(CheckpointError, match=r"step-00000001: what the run recorded is incomplete \(.*; use another"),
+    ):
+        check_resumable(checkpoint, config, expand(config))
+
+
 @pytest.mark.parametrize(("changes", "refused"), NEWER)
 def test_keys_that_a_checkpoint_is_too_old_for_have_their_defaults(
     tmp_path: Path, changes: dict[str, Any], refused: str | None
 ) -> None:
     levels = {"levels": [{}, {}]}
     config, wanted = tiny_run(tmp_path / "run", changes=levels), tiny_run(tmp_path / "run", changes=levels | changes)
-    state = run_state(config, expand(config), Position())
+    state = run_state(config, expand(config), Position()) | ENGINE_STATE
     tree = state["config"]
     newer = [
         (tree, "optimizer"), (tree["cycle"], "park"), (tree["operators"], "kernels"), (tree["data"], "seed"),
@@ -211,7 +232,8 @@ def test_groups_that_depend_on_the_degree_keep_it(
 ) -> None:
     config = tiny_run(tmp_path / "run", changes={"operators.groupings": groupings})
     wanted = tiny_run(tmp_path / "run", changes={"operators.groupings": groupings, **changes})
-    save_simulated(tmp_path / "step-00000001", local_shards(1), state=run_state(config, expand(config), Position()))
+    state = run_state(config, expand(config), Position()) | ENGINE_STATE
+    save_simulated(tmp_path / "step-00000001", local_shards(1), state=state)
     with open_checkpoint(tmp_path / "step-00000001") as checkpoint:
         if refused is None:
             check_resumable(checkpoint, wanted, expand(wanted))

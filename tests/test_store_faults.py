@@ -139,7 +139,7 @@ def test_find_latest(tmp_path: Path) -> None:
     set_latest(tmp_path, "step-00000001")
     assert find_latest(tmp_path) == tmp_path / "step-00000001"
     (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
-    for name in ("step-00000009\n", "../elsewhere", "", "\0"):
+    for name in ("step-00000009\n", "../elsewhere", "..", ".", "", "\0", "a" * 5000):
         (tmp_path / "latest").write_text(name)
         with pytest.raises(CheckpointError, match=r"latest names .*; restore it, or remove .* go on from .*00003"):
             find_latest(tmp_path)

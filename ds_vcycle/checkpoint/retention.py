@@ -59,13 +59,18 @@ def find_latest(root: Path) -> Path | None:
         name = (root / LATEST).read_bytes().decode(errors="replace").strip()
     except OSError:
         return _newest(root)
-    if name and Path(name).name == name and settled(root / name).is_dir():
+    if is_name(name) and settled(root / name).is_dir():
         return settled(root / name)
     other = _newest(root)
     raise CheckpointError(
-        f"{root / LATEST} names {name!r}, and there is no such checkpoint; restore it, or remove {root / LATEST} to "
-        + (f"go on from {other}" if other else "begin anew")
+        f"{root / LATEST} names {name[:80]!r}, and there is no such checkpoint; restore it, or remove "
+        f"{root / LATEST} to " + (f"go on from {other}" if other else "begin anew")
     )
+
+
+def is_name(text: str) -> bool:
+    """Whether a text can be the name of an entry of a directory, no path and no file system's limit passed."""
+    return text not in ("", ".", "..") and not {"/", "\0"} & set(text) and len(os.fsencode(text)) <= 255
 
 
 def _newest(root: Path) -> Path | None:

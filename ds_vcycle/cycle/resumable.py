@@ -9,6 +9,7 @@ from typing import Any
 from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.cycle.phases import Phase, first_difference, from_records
+from ds_vcycle.cycle.position import position_from
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.train.deepspeed_config import MONITORS
@@ -39,6 +40,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
     remedy = (
         f"resume with the configuration it was saved with, or start anew with another run_dir than {config.run_dir}"
     )
+    _check_whole(checkpoint)
     difference = first_difference(from_records(state["phases"]), phases)
     if difference:
         raise CheckpointError(f"{checkpoint.directory}: {difference}; {remedy}")
@@ -51,6 +53,20 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
                 f"configuration; {remedy}"
             )
     _check_groups(checkpoint, recorded, config)
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """All of a run's state is recorded; a checksum says only that the manifest is as it was written."""
+    state = checkpoint.state
+    try:
+        position_from(state["position"])
+        from_records(state["phases"])
+        for key in ("config", "counters", "adam_step"):
+            _ = state[key]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.directory}: what the run recorded is incomplete ({error!r}); use another checkpoint"
+        ) from error
 
 
 def _check_groups(checkpoint: Checkpoint, recorded: RunConfig, config: RunConfig) -> None:

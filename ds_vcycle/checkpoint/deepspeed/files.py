@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_vcycle.checkpoint.manifest import MANIFEST, CheckpointError
+from ds_vcycle.checkpoint.retention import is_name
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 ZERO, OPTIMIZER_STATE = "zero", "optimizer_state.pt"
@@ -65,8 +66,10 @@ def tag_directory(path: Path) -> Path:
     if found is None:
         raise CheckpointError(f"{path} is no DeepSpeed checkpoint; give the directory that has {LATEST}, or a tag's")
     name, tag = found
-    if not tag or Path(tag).name != tag or not (path / tag).is_dir():
-        raise CheckpointError(f"{path / name} names {tag!r}, which is not there; give the directory of another tag")
+    if not is_name(tag) or not (path / tag).is_dir():
+        raise CheckpointError(
+            f"{path / name} names {tag[:80]!r}, which is not there; give the directory of another tag"
+        )
     return path / tag
 
 
@@ -118,10 +121,22 @@ def native_files(directory: Path) -> NativeFiles:
             if dp_rank not in optimizer.get(tp_rank, {}):
                 name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
                 raise CheckpointError(f"{directory} lacks {name} (or bf16_{name}); copy it again")
+    _check_model_files(directory, tp, dp)
     if len(model) < tp:
         raise CheckpointError(f"{directory} has the model files of {len(model)} of {tp} mp_ranks; copy it again")
     grid = tuple(tuple(optimizer[t][d] for d in range(dp)) for t in range(tp))
     return NativeFiles(directory=directory, model=model, optimizer=grid)
+
+
+def _check_model_files(directory: Path, tp: int, dp: int) -> None:
+    """Under ZeRO 3 every rank has written one; with one of them lost the job's record is not whole."""
+    found = [match for path in directory.iterdir() if (match := _MODEL.fullmatch(path.name)) and match["dp"]]
+    ranks = {(int(match["dp"]), int(match["tp"])) for match in found}
+    for tp_rank in range(tp):
+        for dp_rank in range(dp):
+            if ranks and (dp_rank, tp_rank) not in ranks:
+                name = f"zero_pp_rank_{dp_rank}_mp_rank_{tp_rank:02d}_model_states.pt"
+                raise CheckpointError(f"{directory} lacks {name}, and other ranks have theirs; copy it again")
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -143,6 +158,6 @@ def _tag_of(path: Path) -> tuple[str, str] | None:
         if (path / name).is_file():
             tag = (path / name).read_text(errors="replace").strip()
             # a run of ours also has a file of this name, beside directories with manifests
-            if not (path / tag / MANIFEST).is_file():
+            if not (is_name(tag) and (path / tag / MANIFEST).is_file()):
                 return name, tag
     return None

@@ -143,9 +143,12 @@ class UniversalSource:
 
     def _step(self) -> int:
         """Adam's step, of each parameter or for all in ``optimizer_state.pt``."""
-        steps = {
-            int(load_value(path / STEP)): path / STEP for path in self._folders.values() if (path / STEP).is_file()
-        }
+        files = [path / STEP for path in self._folders.values()]
+        there = [path for path in files if path.is_file()]
+        for path in files:
+            if there and path not in there:
+                raise CheckpointError(f"{path} is missing, and other parameters have theirs; copy the checkpoint again")
+        steps = {int(load_value(path)): path for path in there}
         path = self.directory / ZERO / OPTIMIZER_STATE
         if not steps:
             groups = load_file(path).get("param_groups", ())

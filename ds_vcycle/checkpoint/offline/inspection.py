@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed, is_universal, tag_directory
 from ds_vcycle.checkpoint.manifest import CheckpointError, Manifest
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import Recorded, locate_checkpoint, recorded
@@ -46,6 +47,12 @@ def inspect_checkpoint(path: Path, *, verify: bool = True, advance: Advance = la
     Raises:
         CheckpointError: it, or a parked level it needs, is damaged, incomplete or none; names the file and what in it.
     """
+    if is_deepspeed(path):
+        form = "universal" if is_universal(tag_directory(path)) else "native"
+        raise CheckpointError(
+            f"{path} is a {form} DeepSpeed checkpoint; make a checkpoint of it with ds-vcycle convert --from {path} "
+            "--to DIR --config C, and inspect that"
+        )
     directory = locate_checkpoint(path)
     with open_checkpoint(directory) as checkpoint:
         needed = [settled(directory.parent / name) for name in checkpoint.manifest.references]
@@ -159,7 +166,7 @@ def _lines(facts: Mapping[str, Any]) -> dict[str, str]:
     if "phase" in facts:
         done = ", done" if facts["phase_done"] else ""
         lines["position"] = (
-            f"phase {facts['phase']} ({facts['phase_kind']}; the run has {facts['phases']}), step "
+            f"phase {facts['phase'] + 1} of {facts['phases']} ({facts['phase_kind']}), step "
             f"{facts['phase_step']:,} of {facts['phase_steps']:,}{done}; step {facts['steps']:,} of the run, "
             f"{facts['samples']:,} samples, {facts['tokens']:,} tokens"
         )

@@ -55,6 +55,12 @@ def relaid(config: RunConfig, layout: Layout, *, run_dir: Path, where: Path) -> 
     tree["levels"] = [{**level, "tensor_parallel": None, "zero_stage": None} for level in tree["levels"]]
     tree["run_dir"] = str(run_dir)
     changed = parse_config(tree, source=f"{where} for TP {layout.tp}, ZeRO {layout.zero_stage}")
+    for index, level in enumerate(resolve_levels(changed)):
+        micro_batch = _micro_batch(level, layout, config.training.global_batch, where)
+        if micro_batch != level.micro_batch:
+            tree["levels"] += [{}] * (index + 1 - len(tree["levels"]))
+            tree["levels"][index] = {**tree["levels"][index], "micro_batch": micro_batch}
+    changed = parse_config(tree, source=f"{where} for TP {layout.tp}, ZeRO {layout.zero_stage}")
     before, after = resolve_levels(config), resolve_levels(changed)
     for fine, coarse, refined in zip(before, before[1:], after):
         for axis in ("head", "ffn"):
@@ -67,6 +73,28 @@ def relaid(config: RunConfig, layout: Layout, *, run_dir: Path, where: Path) -> 
                     f"indices would be grouped in the midst of the run; keep --tp {fine.tensor_parallel}"
                 )
     return changed
+
+
+def lowered_micro_batches(before: RunConfig, after: RunConfig) -> tuple[str, ...]:
+    """What :func:`relaid` changed so that the global batch divides over the new ranks, in words."""
+    pairs = zip(resolve_levels(before), resolve_levels(after))
+    return tuple(
+        f"level {old.index}: micro_batch {old.micro_batch} -> {new.micro_batch}"
+        for old, new in pairs
+        if old.micro_batch != new.micro_batch
+    )
+
+
+def _micro_batch(level: Level, layout: Layout, global_batch: int, where: Path) -> int:
+    """The level's, or the largest below it that divides each data-parallel rank's share of the global batch."""
+    dp = layout.world_size // layout.tp
+    if global_batch % dp:
+        raise CheckpointError(
+            f"{where}: training.global_batch={global_batch} does not divide over {dp} data-parallel ranks, and a run "
+            "keeps its global batch; give a --dp that divides it"
+        )
+    share = global_batch // dp
+    return max(size for size in range(1, level.micro_batch + 1) if share % size == 0)
 
 
 def _grouping(axis: str, fine: Level, coarse: Level, tp: int) -> object:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_vcycle.checkpoint.manifest import describe
 from ds_vcycle.checkpoint.offline.processes import ALONE, Processes, together
-from ds_vcycle.checkpoint.offline.relayout import TargetLayout, relaid, target_layout
+from ds_vcycle.checkpoint.offline.relayout import TargetLayout, lowered_micro_batches, relaid, target_layout
 from ds_vcycle.checkpoint.offline.streamed import AnnouncedFragment, write_streamed
 from ds_vcycle.checkpoint.offline.target import WrittenForm, check_target
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
@@ -47,12 +47,15 @@ class Resharded:
     parked: tuple[str, ...]
     random_states: bool
     is_run: bool
+    micro_batches: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         layout = self.layout
         ranks = f"{layout.world_size} ranks (TP {layout.tp} x DP {layout.dp}, ZeRO {layout.zero_stage})"
         parked = f", parked: {', '.join(self.parked)}" if self.parked else ""
         lines = [f"written: {self.checkpoint}, for {ranks}{parked}"]
+        if self.micro_batches:
+            lines.append(f"so that the global batch divides: {', '.join(self.micro_batches)}")
         if self.is_run:
             how = "its random states kept" if self.random_states else "random generators seeded anew"
             start = "ds-vcycle"
@@ -153,6 +156,7 @@ def reshard(
             directory=to, checkpoint=to / "checkpoints" / job.source.directory.name if is_run else to,
             layout=job.layout, parked=tuple(parked.source.directory.name for parked in jobs[:-1]),
             random_states=job.same_ranks and bool(job.source.extras(0)), is_run=is_run,
+            micro_batches=lowered_micro_batches(recorded(job.source).config, config) if is_run else (),
         )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Row:
     reached: Cost | None
     saved_flops: float | None
     saved_flops_blocks: float | None
+    saved_tokens: float | None
     saved_seconds: float | None
 
 
@@ -59,10 +60,19 @@ def compare(directories: Sequence[Path], *, baseline: Path | None = None) -> Com
     """
     first = baseline or directories[0]
     others = [directory for directory in directories if directory.resolve() != first.resolve()]
-    runs = [read_run(directory) for directory in (first, *others)]
+    return compare_runs(read_runs((first, *others)))
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs in these directories, by names that tell them apart.
+
+    Raises:
+        UserError: a directory cannot be read.
+    """
+    runs = [read_run(directory) for directory in directories]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.directory)) for run in runs]
-    return compare_runs(runs)
+    return runs
 
 
 def compare_runs(runs: Sequence[Run]) -> Comparison:
@@ -141,6 +151,7 @@ def _row(run: Run, loss: float, paid: Cost) -> Row:
         reached=reached,
         saved_flops=None if reached is None else 1 - reached.flops / paid.flops,
         saved_flops_blocks=None if reached is None else 1 - reached.flops_blocks / paid.flops_blocks,
+        saved_tokens=None if reached is None else 1 - reached.tokens / paid.tokens,
         saved_seconds=None if reached is None else 1 - reached.seconds / paid.seconds,
     )
 

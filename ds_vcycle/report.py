@@ -1,8 +1,8 @@
-"""What ``ds-vcycle compare RUN...`` prints and writes: a table, its notes, a chart. Imports no torch."""
+"""What ``ds-vcycle compare RUN...`` prints and writes: a table, its notes, a chart; over seeds. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ds_vcycle.chart import draw
 from ds_vcycle.comparison import Comparison, ReportError, Row
 from ds_vcycle.comparison import compare as compare
 from ds_vcycle.cycle.render import count_text, flops_text
+from ds_vcycle.seeds import QUANTITIES, SeedComparison
 
 
 def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
@@ -37,9 +38,7 @@ def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
 def markdown(comparison: Comparison) -> str:
     """The comparison as a markdown table with its notes."""
     header, *body = _cells(comparison)
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in body]
-    return "\n".join([*lines, "", *(f"- {note}" for note in comparison.notes)]) + "\n"
+    return "\n".join([*_markdown_table(header, body), "", *(f"- {note}" for note in comparison.notes)]) + "\n"
 
 
 def render(comparison: Comparison, console: Console) -> None:
@@ -57,14 +56,68 @@ def render(comparison: Comparison, console: Console) -> None:
         console.print(f"- {note}", highlight=False)
 
 
+def render_seeds(found: SeedComparison, console: Console) -> None:
+    """Print the savings over the seeds as a table."""
+    header, *body = _seed_cells(found)
+    title = f"Saved against {found.baseline}, {_SEEDS_NOTE.format(seeds=', '.join(map(str, found.seeds)))}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column, name in enumerate(header):
+        table.add_column(name, justify="right" if column else "left", overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    console.print(table)
+
+
+def write_seeds(found: SeedComparison, out: Path) -> tuple[Path, ...]:
+    """Write the table over the seeds to ``out``.md, and chart and table of each seed to ``out``-seed-N; the paths.
+
+    Raises:
+        ReportError: ``out`` names no file, or cannot be written.
+    """
+    written = [
+        path for seed, one in found.comparisons.items() for path in write(one, out.with_name(f"{out.name}-seed-{seed}"))
+    ]
+    header, *body = _seed_cells(found)
+    note = f"Saved against {found.baseline}, {_SEEDS_NOTE.format(seeds=', '.join(map(str, found.seeds)))}."
+    table = out.with_name(out.name + ".md")
+    table.write_text("\n".join([note, "", *_markdown_table(header, body), ""]), encoding="utf-8")
+    return (table, *written)
+
+
+def seeds_to_json(found: SeedComparison) -> dict[str, Any]:
+    """The savings over the seeds as plain values, with each seed's comparison."""
+    variants = []
+    for variant in found.variants:
+        spreads = {
+            key: {"values": list(spread.values), "mean": spread.mean, "deviation": spread.deviation}
+            for key, spread in variant.savings.items()
+        }
+        variants.append({"variant": variant.name, "seeds": list(variant.seeds), **spreads})
+    seeds = {str(seed): to_json(one) for seed, one in found.comparisons.items()}
+    return {"baseline": found.baseline, "variants": variants, "seeds": seeds}
+
+
+_SEEDS_NOTE = "each run with the baseline of its seed (training.seed {seeds}): mean ± standard deviation"
+
+
+def _seed_cells(found: SeedComparison) -> list[list[str]]:
+    header = ["", "seeds", *(label.removeprefix("saved ") for label in _SAVINGS)]
+    return [
+        header,
+        *([v.name, str(len(v.seeds)), *(str(v.savings[key]) for key in QUANTITIES)] for v in found.variants),
+    ]
+
+
+def _markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    return lines + ["| " + " | ".join(row) + " |" for row in body]
+
+
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """The comparison as plain values for ``--json``."""
     rows = []
     for row in comparison.rows:
-        values = {
-            key: getattr(row, key)
-            for key in ("final_loss", "best_loss", "saved_flops", "saved_flops_blocks", "saved_seconds")
-        }
+        values = {key: getattr(row, key) for key in ("final_loss", "best_loss", *QUANTITIES)}
         reached = None if row.reached is None else asdict(row.reached)
         rows.append(
             {
@@ -91,6 +144,7 @@ def _cells(comparison: Comparison) -> list[list[str]]:
 _SAVINGS: dict[str, Callable[[Row], float | None]] = {
     "saved FLOPs": lambda row: row.saved_flops,
     "saved FLOPs, blocks only": lambda row: row.saved_flops_blocks,
+    "saved tokens": lambda row: row.saved_tokens,
     "saved wall time": lambda row: row.saved_seconds,
 }
 

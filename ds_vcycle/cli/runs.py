@@ -150,12 +150,24 @@ def compare(
 ) -> None:
     """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs.
 
+    Runs that differ in their seeds only are one variant: with several seeds of the baseline each run is compared with
+    the baseline of its own seed, and the table has mean and standard deviation.
+
     Example: `ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo`
     """
     from rich.console import Console
 
     from ds_vcycle import report
+    from ds_vcycle.seeds import compare_seeds, seeds_of_baseline
 
+    if seeds_of_baseline(runs, baseline=baseline) > 1:
+        found = compare_seeds(runs, baseline=baseline)
+        if as_json:
+            print(json.dumps(report.seeds_to_json(found), indent=1))
+        else:
+            report.render_seeds(found, Console())
+        print(f"written: {', '.join(map(str, report.write_seeds(found, out)))}", file=sys.stderr)
+        return
     comparison = report.compare(runs, baseline=baseline)
     if as_json:
         print(json.dumps(report.to_json(comparison), indent=1))

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_vcycle.baselines.growth import plan_growth
 from ds_vcycle.config import ConfigError, RunConfig
-from ds_vcycle.cycle.phases import Grow, Phase, Train
-from ds_vcycle.cycle.schedule import expand
+from ds_vcycle.cycle.phases import Phase, Train
+from ds_vcycle.cycle.schedule import expand, mapping_of
 from ds_vcycle.data.samples import Samples, open_samples
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.model.options import transformer_config
@@ -107,10 +106,5 @@ def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Ph
     plans = {}
     for phase in phases:
         if not isinstance(phase, Train):
-            fine, coarse = levels[phase.fine - 1], levels[phase.coarse - 1]
-            plans[phase.fine] = (
-                plan_growth(phase.method, fine, coarse)
-                if isinstance(phase, Grow)
-                else plan_transition(fine, coarse, config.operators)
-            )
+            plans[phase.fine] = plan_transition(levels[phase.fine - 1], *mapping_of(phase, levels, config.operators))
     return plans

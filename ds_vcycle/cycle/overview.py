@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
 from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train
-from ds_vcycle.cycle.schedule import expand, warnings_for
+from ds_vcycle.cycle.schedule import expand, mapping_of, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.operators.maps import AxisMap
@@ -199,11 +199,12 @@ def _level(level: Level, config: RunConfig, cost: Flops, ranks: int | None) -> L
 def _transitions(
     config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase], ranks: int | None
 ) -> tuple[TransitionOverview, ...]:
-    pairs = sorted({phase.fine for phase in phases if not isinstance(phase, Train)})
+    changes = {phase.fine: phase for phase in phases if not isinstance(phase, Train)}
     rows = []
-    for fine in pairs:
-        plan = plan_axes(levels[fine - 1], levels[fine], config.operators)
-        groupings = levels[fine].groupings
+    for fine, change in sorted(changes.items()):
+        coarse, operators = mapping_of(change, levels, config.operators)
+        plan = plan_axes(levels[fine - 1], coarse, operators)
+        groupings = coarse.groupings
         rows.append(
             TransitionOverview(
                 fine=fine,
@@ -211,7 +212,7 @@ def _transitions(
                 groupings=tuple(_grouping(axis, getattr(groupings, axis.axis)) for axis in plan.axes.values()),
                 lossless=plan.lossless,
                 notes=plan.notes,
-                moments=config.operators.moments,
+                moments=operators.moments,
                 traffic=None if ranks is None else _traffic(config, levels[fine - 1], levels[fine], ranks),
             )
         )

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ds_vcycle.config import ConfigError, PhaseConfig, PhaseEntry, RunConfig
-from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train, last_level
+from ds_vcycle.baselines.growth import grows_by
+from ds_vcycle.config import ConfigError, OperatorsConfig, PhaseConfig, PhaseEntry, RunConfig
+from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Phase, Refine, Train, last_level
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.train.lr import LrSchedule
 
@@ -37,6 +38,20 @@ def expand(config: RunConfig) -> tuple[Phase, ...]:
     if not any(isinstance(phase, Train) for phase in kept):
         raise ConfigError(f"cycle: kind={config.cycle.kind} trains no step at all; set steps of one phase above 0")
     return tuple(replace(phase, index=index) for index, phase in enumerate(kept))
+
+
+def mapping_of(
+    change: LevelChange, levels: Sequence[Level], operators: OperatorsConfig
+) -> tuple[Level, OperatorsConfig]:
+    """What maps the two levels of a change: the coarse one with the groupings that hold, and the policies.
+
+    Raises:
+        ConfigError: a growth method cannot make the one of the other.
+    """
+    coarse = levels[change.coarse - 1]
+    if isinstance(change, Grow):
+        return grows_by(change.method, levels[change.fine - 1], coarse)
+    return coarse, operators
 
 
 def warnings_for(config: RunConfig) -> tuple[str, ...]:

@@ -1,0 +1,141 @@
+"""Savings over several seeds: each run against the baseline of its own seed, then mean and spread. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_vcycle.comparison import Comparison, ReportError, Row, compare_runs, read_runs
+from ds_vcycle.rundir import Run
+
+QUANTITIES = ("saved_flops", "saved_flops_blocks", "saved_tokens", "saved_seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A saving over seeds. ``values``: of each seed, None where the loss was not reached.
+
+    ``mean`` and ``deviation`` (the sample's, 0 for one seed) are None unless every seed reached it: a mean over those
+    that happened to get there would be a selection.
+    """
+
+    values: tuple[float | None, ...]
+
+    @property
+    def reached(self) -> int:
+        """How many seeds reached the loss."""
+        return sum(value is not None for value in self.values)
+
+    @property
+    def mean(self) -> float | None:
+        """Over all seeds."""
+        found = [value for value in self.values if value is not None]
+        return statistics.fmean(found) if len(found) == len(self.values) else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over the seeds, n - 1 in its denominator."""
+        found = [value for value in self.values if value is not None]
+        if len(found) < len(self.values):
+            return None
+        return statistics.stdev(found) if len(found) > 1 else 0.0
+
+    def __str__(self) -> str:
+        if self.mean is None or self.deviation is None:
+            return f"reached by {self.reached} of {len(self.values)}"
+        return f"{self.mean:+.1%} ± {self.deviation:.1%}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """Runs that differ in their seeds only, ``rows`` in the order of ``seeds``; ``savings`` by :data:`QUANTITIES`."""
+
+    name: str
+    seeds: tuple[int, ...]
+    rows: tuple[Row, ...]
+    savings: dict[str, Spread]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedComparison:
+    """The variants but for the baseline's, and the comparison of each seed."""
+
+    baseline: str
+    seeds: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    comparisons: dict[int, Comparison]
+
+
+def seeds_of_baseline(directories: Sequence[Path], *, baseline: Path | None = None) -> int:
+    """With how many seeds the baseline was run: above 1, :func:`compare_seeds` says more than one comparison.
+
+    Raises:
+        UserError: a directory cannot be read.
+    """
+    runs = read_runs(directories)
+    first = next((run for run in runs if baseline and run.directory.resolve() == baseline.resolve()), runs[0])
+    return sum(_but_for_the_seed(run) == _but_for_the_seed(first) for run in runs)
+
+
+def compare_seeds(directories: Sequence[Path], *, baseline: Path | None = None) -> SeedComparison:
+    """Compare runs of several seeds: the baseline's variant is the one of ``baseline``, or of the first directory.
+
+    Raises:
+        UserError: a directory cannot be read, a seed is there twice or lacks its baseline, or runs are not comparable.
+    """
+    first = baseline or directories[0]
+    others = [directory for directory in directories if directory.resolve() != first.resolve()]
+    variants: dict[str, dict[int, Run]] = {}
+    for run in read_runs((first, *others)):
+        of_seed = variants.setdefault(_but_for_the_seed(run), {})
+        seed = run.config.training.seed
+        if seed in of_seed:
+            raise ReportError(
+                f"{run.directory} and {of_seed[seed].directory} are the same run with the same training.seed={seed}; "
+                "leave one of them out"
+            )
+        of_seed[seed] = run
+    (_, base), *rest = variants.items()
+    for of_seed in (found for _, found in rest):
+        for seed, run in of_seed.items():
+            if seed not in base:
+                known = ", ".join(map(str, sorted(base)))
+                raise ReportError(
+                    f"{run.directory} has training.seed={seed}, and the baseline has runs of {known} only; run the "
+                    f"baseline with training.seed={seed}, or leave this run out"
+                )
+    comparisons = {
+        seed: compare_runs([run, *(found[seed] for _, found in rest if seed in found)]) for seed, run in base.items()
+    }
+    return SeedComparison(
+        baseline=_name(base),
+        seeds=tuple(base),
+        variants=tuple(_variant(found, comparisons) for _, found in rest),
+        comparisons=comparisons,
+    )
+
+
+def _variant(runs: dict[int, Run], comparisons: dict[int, Comparison]) -> Variant:
+    rows = tuple(next(row for row in comparisons[seed].rows if row.run is run) for seed, run in runs.items())
+    savings = {key: Spread(values=tuple(getattr(row, key) for row in rows)) for key in QUANTITIES}
+    return Variant(name=_name(runs), seeds=tuple(runs), rows=rows, savings=savings)
+
+
+def _but_for_the_seed(run: Run) -> str:
+    tree = run.config.model_dump(mode="json")
+    tree["run_dir"] = tree["training"]["seed"] = tree["data"]["seed"] = None
+    return json.dumps(tree, sort_keys=True)
+
+
+def _name(runs: dict[int, Run]) -> str:
+    """What the runs' names begin with alike, or the first one's."""
+    names = [run.name for run in runs.values()]
+    if len(names) == 1:
+        return names[0]
+    alike = 0
+    while len({name[: alike + 1] for name in names}) == 1 and alike < min(map(len, names)):
+        alike += 1
+    return names[0][:alike].rstrip("-_./ 0123456789") or names[0]

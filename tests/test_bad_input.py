@@ -74,6 +74,14 @@ LAYOUT: dict[str, tuple[str, Sequence[str]]] = {
     "sizes for level 1 among the levels": ("levels=[{hidden: 64}]", ["levels.0", "under model"]),
     "more levels than the cycle has": ("levels=[{},{},{}]", ["levels has 3 entries", "visits 2", "remove"]),
     "groupings above level 1": ("levels=[{groupings: {}},{}]", ["levels.0.groupings", "operators.groupings"]),
+    "weights for level 1 of a cycle that starts below": (
+        "cycle.kind=F training.init_from=somewhere",
+        ["training.init_from=somewhere", "this cycle starts at level 2", "cycle.kind=V"],
+    ),
+    "depth growth of another width": (
+        "cycle.kind=growth cycle.initial={} cycle.growth.method=stackbert",
+        ["cycle.growth.method=stackbert grows depth only", "hidden is 16 at level 2 and 32", "set levels.1.hidden=32"],
+    ),
     "phases that lead nowhere": (
         "cycle={kind: phases, phases: [{train: 1, steps: 2}, {coalesce: 2}]}",
         ["cycle.phases.1.coalesce=2", "the cycle is at level 1 there"],

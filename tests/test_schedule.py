@@ -4,6 +4,7 @@ import json
 import pytest
 
 from ds_vcycle.config import ConfigError, RunConfig, parse_config
+from ds_vcycle.cycle.overview import TransitionOverview, overview
 from ds_vcycle.cycle.phases import (
     Coalesce,
     Phase,
@@ -110,6 +111,23 @@ def test_growth_goes_up_once():
     ]
     stacked = words(expand(config({**cycle, "levels": 2, "growth": {"method": "stackbert"}})))
     assert stacked == ["train level 2 x 50", "grow level 2 -> 1 (stackbert)", "train level 1 x 30"]
+
+
+def test_a_growth_method_has_groupings_and_policies_of_its_own():
+    """Whatever the configuration's operators say: the plan shows what will be done, its traffic included."""
+    cycle = {"kind": "growth", "coarse": {"steps": 50}, "final": {"steps": 30}, "growth": {"method": "stackbert"}}
+    wide = {"hidden": 64, "heads": 8, "ffn": 256}
+
+    def change(cycle: dict[str, object], layer: str) -> TransitionOverview:
+        groupings = {"groupings": {"layer": layer}}
+        (found,) = overview(config(cycle, levels=[{}, wide], operators=groupings), ranks=2).transitions
+        return found
+
+    found = change(cycle, "adjacent")
+    assert {grouping.axis: grouping.grouping for grouping in found.groupings}["layer"] == "stack"
+    assert (found.moments, found.lossless) == ("reset", False)
+    own = {**cycle, "growth": {}}
+    assert found.traffic == change(own, "stack").traffic != change(own, "adjacent").traffic
 
 
 def test_coarse_levels_may_start_from_the_seed():

@@ -213,7 +213,7 @@ def _transitions(
                 lossless=plan.lossless,
                 notes=plan.notes,
                 moments=operators.moments,
-                traffic=None if ranks is None else _traffic(config, levels[fine - 1], levels[fine], ranks),
+                traffic=None if ranks is None else _traffic(config, levels[fine - 1], coarse, ranks),
             )
         )
     return tuple(rows)

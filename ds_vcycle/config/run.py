@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ds_vcycle.config.cycle import CycleConfig, LrConfig, OperatorsConfig
 from ds_vcycle.config.model import LevelConfig, ModelConfig
+from ds_vcycle.config.presets import Preset, with_preset, without_what_it_sets
 from ds_vcycle.config.section import ConfigError, Section
 from ds_vcycle.config.training import (
     DataConfig,
@@ -25,6 +26,7 @@ from ds_vcycle.yaml_tree import TreeError, apply_override, read_tree
 class RunConfig(Section):
     """A whole run."""
 
+    preset: Preset | None = Field(None, description="paper: the paper's operators, but for what is given besides")
     model: ModelConfig
     levels: list[LevelConfig] = Field(default_factory=list, description="overrides of level 1, 2, ...")
     cycle: CycleConfig = CycleConfig()
@@ -38,6 +40,11 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="further DeepSpeed settings")
     run_dir: Path = Path("runs/run")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, tree: Any) -> Any:
+        return with_preset(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -66,6 +73,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     try:
         for override in overrides or []:
             apply_override(tree, override)
+            if override.startswith("preset="):
+                without_what_it_sets(tree)  # given last, it decides
     except TreeError as error:
         raise ConfigError(str(error)) from error
     return parse_config(tree, source=f"{path} and overrides" if overrides else str(path))

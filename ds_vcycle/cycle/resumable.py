@@ -16,8 +16,8 @@ from ds_vcycle.train.deepspeed_config import MONITORS
 
 # As patterns of dotted keys: where and what is written, and how the ranks share the work
 _FREE = (
-    "run_dir", "evaluation.*", "saving.*", "logging.*", "*.zero_stage", "*.micro_batch", "model.tensor_parallel",
-    "levels.*.tensor_parallel", "cycle.park", "operators.kernels", "deepspeed.log_level",
+    "run_dir", "preset", "evaluation.*", "saving.*", "logging.*", "*.zero_stage", "*.micro_batch",
+    "model.tensor_parallel", "levels.*.tensor_parallel", "cycle.park", "operators.kernels", "deepspeed.log_level",
     *(f"deepspeed.{monitor}.*" for monitor in MONITORS),
 )  # fmt: skip
 

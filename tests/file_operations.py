@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import stat
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,8 @@ class Unsynced:
     contents: dict[int, int] = field(default_factory=dict)  # inode -> a descriptor of the file
     names: list[tuple[int, Callable[[], object]]] = field(default_factory=list)  # directory's inode, how to undo it
     lost: bool = False
+    # One operation at a time: a rank on another thread must not make a file in a directory that a cut is taking away.
+    lock: Any = field(default_factory=threading.RLock)
 
     def written(self, descriptor: int) -> None:
         inode = os.fstat(descriptor).st_ino
@@ -79,9 +82,11 @@ class _Written:
 
     def write(self, data: Any) -> int:
         whole = data.encode() if isinstance(data, str) else bytes(data)
-        self._unsynced.written(self.fileno())
-        self._before(Operation(kind="write", path=self._path, begin=lambda: self._file.write(whole[: len(whole) // 2])))
-        assert self._file.write(whole) == len(whole)
+        half = whole[: len(whole) // 2]
+        with self._unsynced.lock:
+            self._unsynced.written(self.fileno())
+            self._before(Operation(kind="write", path=self._path, begin=lambda: self._file.write(half)))
+            assert self._file.write(whole) == len(whole)
         return len(data)
 
 
@@ -147,10 +152,18 @@ def intercepted(before: Callable[[Operation], object], unsynced: Unsynced | None
         "fsync": synced,
     }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(io, "open", opened))
+        stack.enter_context(mock.patch.object(io, "open", _alone(opened, log)))
         for name, replacement in replacements.items():
-            stack.enter_context(mock.patch.object(os, name, replacement))
+            stack.enter_context(mock.patch.object(os, name, _alone(replacement, log)))
         yield
+
+
+def _alone(operation: Callable[..., Any], log: Unsynced) -> Callable[..., Any]:
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with log.lock:
+            return operation(*args, **kwargs)
+
+    return alone
 
 
 def killed(scenario: Callable[[Path], None], root: Path, at: int, *, power: bool) -> int:

@@ -42,6 +42,12 @@ def test_on_the_command_line_it_stands_over_the_file_and_under_what_follows(tmp_
     assert found == {**PAPER, "kernels": "torch", "depth_residual": "split"}
 
 
+def test_over_a_recorded_configuration_it_decides_too() -> None:
+    """As where an offline verb or a conversion is given it: what is recorded spells every operator out."""
+    recorded = parse_config(copy.deepcopy(CONFIG)).model_dump(mode="json")
+    assert operators(parse_config(recorded, overrides=["preset=paper"])) == PAPER
+
+
 def test_bert_has_its_own_alpha() -> None:
     model = {**CONFIG["model"], "architecture": "bert"}  # type: ignore[dict-item]
     found = operators(parse_config({**copy.deepcopy(CONFIG), "model": model, "preset": "paper"}))

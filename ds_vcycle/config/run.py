@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,18 +71,28 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
         tree = read_tree(path)
     except TreeError as error:
         raise ConfigError(f"--config {path}: {error}") from error
+    return parse_config(tree, source=str(path), overrides=overrides or ())
+
+
+def parse_config(tree: dict[str, Any], *, source: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+    """Apply dotted overrides to a tree of plain values and validate it.
+
+    Args:
+        tree: as a YAML file or a checkpoint has it; overrides are written into it.
+        source: what the tree is of, for messages.
+        overrides: ``key.sub=value``, one after the other; a preset among them stands over what came before it.
+
+    Raises:
+        ConfigError: naming the key, the value and what to change.
+    """
     try:
-        for override in overrides or []:
+        for override in overrides:
             apply_override(tree, override)
             if override.startswith("preset="):
-                without_what_it_sets(tree)  # given last, it decides
+                without_what_it_sets(tree)
     except TreeError as error:
         raise ConfigError(str(error)) from error
-    return parse_config(tree, source=f"{path} and overrides" if overrides else str(path))
-
-
-def parse_config(tree: dict[str, Any], *, source: str = "config") -> RunConfig:
-    """Validate a tree of plain values into a :class:`RunConfig` (raises :class:`ConfigError`)."""
+    source += " and overrides" if overrides else ""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

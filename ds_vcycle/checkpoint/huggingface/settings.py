@@ -29,7 +29,6 @@ from ds_vcycle.checkpoint.huggingface.token_ids import TOKENS, TokenId, beyond, 
 from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.config import ConfigError, ModelConfig, RunConfig, load_config, parse_config
 from ds_vcycle.levels import ModelShape
-from ds_vcycle.yaml_tree import TreeError, apply_override
 
 CONFIG = "config.json"
 _GPT2 = {
@@ -148,12 +147,7 @@ def run_config(settings: Settings, *, sentence_order: bool, config: Path | None,
             "training": {"global_batch": 1, "micro_batch": 1},
             "data": {"path": str(settings.path.parent.resolve())},  # the tokenizer's files lie there
         }
-        try:
-            for override in overrides:
-                apply_override(tree, override)
-        except TreeError as error:
-            raise ConfigError(str(error)) from error
-        found = parse_config(tree, source=str(settings.path))
+        found = parse_config(tree, source=str(settings.path), overrides=overrides)
     _check_same(settings, found.model, str(config or "the overrides"))
     _check_tokens(settings, found.model, str(config or "the overrides"))
     return found

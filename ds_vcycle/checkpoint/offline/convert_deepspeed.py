@@ -21,10 +21,9 @@ from ds_vcycle.checkpoint.offline.target import check_target
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded, require_shape
 from ds_vcycle.checkpoint.store import save_written
-from ds_vcycle.config import ConfigError, RunConfig, load_config, parse_config
+from ds_vcycle.config import RunConfig, load_config, parse_config
 from ds_vcycle.levels import Level, ModelShape, resolve_levels
 from ds_vcycle.schema import Parameter, parameters
-from ds_vcycle.yaml_tree import TreeError, apply_override
 
 
 def from_deepspeed(
@@ -90,7 +89,9 @@ def to_universal(
     with open_checkpoint(locate_checkpoint(source_path)) as source:
         check_target(to, [source], overwrite=overwrite, form="deepspeed-universal")
         held = recorded(source)
-        config = _overridden(held.config, overrides)
+        config = parse_config(
+            held.config.model_dump(mode="json"), source="the recorded configuration", overrides=overrides
+        )
         level = resolve_levels(config)[held.level.index - 1]
         require_shape(source, level.shape, whose="the configuration of the engine that loads it")
         _require_loadable(source, config, level)
@@ -190,16 +191,6 @@ def _key(config: RunConfig, level: Level, name: str) -> str:
 
 _UNLOADED = "leaves the weights as they are without ZeRO"
 _STAGE_3 = "of ZeRO 3 shifts all parameters after a padded vocabulary and cannot cut tensor-parallel slices"
-
-
-def _overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    tree = config.model_dump(mode="json")
-    try:
-        for override in overrides:
-            apply_override(tree, override)
-    except TreeError as error:
-        raise ConfigError(str(error)) from error
-    return parse_config(tree, source="the recorded configuration" + (" and overrides" if overrides else ""))
 
 
 def _keys(source: Checkpoint, shape: ModelShape) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from ds_vcycle.checkpoint.source import WeightSource
 from ds_vcycle.config import ConfigError, GroupingsConfig, RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.plan import TransitionPlan, plan_transition
-from ds_vcycle.yaml_tree import TreeError, apply_override
 
 Form = Literal["store", "huggingface"]
 Source = Checkpoint | HuggingFaceSource
@@ -92,12 +91,7 @@ def two_levels(
     tree["levels"] += [{} for _ in range(index + 1 - len(tree["levels"]))]
     if sizes is not None:
         tree["levels"][index] |= sizes
-    try:
-        for override in overrides:
-            apply_override(tree, override)
-    except TreeError as error:
-        raise ConfigError(str(error)) from error
-    return parse_config(tree, source="the recorded configuration" + (" and overrides" if overrides else ""))
+    return parse_config(tree, source="the recorded configuration", overrides=overrides)
 
 
 def both_levels(fine: WeightSource, coarse: WeightSource, overrides: Sequence[str]) -> tuple[RunConfig, int]:

@@ -58,18 +58,18 @@ def compare(directories: Sequence[Path], *, baseline: Path | None = None) -> Com
     Raises:
         UserError: a directory cannot be read.
     """
-    first = baseline or directories[0]
-    others = [directory for directory in directories if directory.resolve() != first.resolve()]
-    return compare_runs(read_runs((first, *others)))
+    return compare_runs(read_runs(directories, baseline=baseline))
 
 
-def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs in these directories, by names that tell them apart.
+def read_runs(directories: Sequence[Path], *, baseline: Path | None = None) -> list[Run]:
+    """The runs in these directories, the baseline first, by names that tell them apart.
 
     Raises:
         UserError: a directory cannot be read.
     """
-    runs = [read_run(directory) for directory in directories]
+    first = baseline or directories[0]
+    others = [directory for directory in directories if directory.resolve() != first.resolve()]
+    runs = [read_run(directory) for directory in (first, *others)]
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=str(run.directory)) for run in runs]
     return runs

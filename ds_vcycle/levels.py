@@ -110,6 +110,11 @@ def data_parallel(level: Level, *, world_size: int, global_batch: int) -> tuple[
     return dp, global_batch // (dp * level.micro_batch)
 
 
+def lowered_micro_batch(micro_batch: int, share: int) -> int:
+    """The micro-batch, or the largest below it that divides ``share``, a data-parallel rank's samples of a step."""
+    return max(size for size in range(1, min(micro_batch, share) + 1) if share % size == 0)
+
+
 def _shape(model: ModelConfig, override: LevelConfig, finer: ModelShape | None, index: int) -> ModelShape:
     kv_groups = model.kv_groups or model.heads
     if finer is None:

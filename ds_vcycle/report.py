@@ -23,8 +23,7 @@ def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
     Raises:
         ReportError: ``out`` names no file, or cannot be written.
     """
-    if not out.name or out.name == "..":
-        raise ReportError(f"--out {out}: names no file; give a path without an ending, e.g. runs/compare")
+    _require_name(out)
     chart, table = out.with_name(out.name + ".png"), out.with_name(out.name + ".md")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +32,11 @@ def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
     except OSError as error:
         raise ReportError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
     return chart, table
+
+
+def _require_name(out: Path) -> None:
+    if not out.name or out.name == "..":
+        raise ReportError(f"--out {out}: names no file; give a path without an ending, e.g. runs/compare")
 
 
 def markdown(comparison: Comparison) -> str:
@@ -74,6 +78,7 @@ def write_seeds(found: SeedComparison, out: Path) -> tuple[Path, ...]:
     Raises:
         ReportError: ``out`` names no file, or cannot be written.
     """
+    _require_name(out)
     written = [
         path for seed, one in found.comparisons.items() for path in write(one, out.with_name(f"{out.name}-seed-{seed}"))
     ]

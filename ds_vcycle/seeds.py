@@ -6,9 +6,8 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from ds_vcycle.comparison import Comparison, ReportError, Row, compare_runs, read_runs
+from ds_vcycle.comparison import Comparison, ReportError, Row, compare_runs
 from ds_vcycle.rundir import Run
 
 QUANTITIES = ("saved_flops", "saved_flops_blocks", "saved_tokens", "saved_seconds")
@@ -69,27 +68,19 @@ class SeedComparison:
     comparisons: dict[int, Comparison]
 
 
-def seeds_of_baseline(directories: Sequence[Path], *, baseline: Path | None = None) -> int:
-    """With how many seeds the baseline was run: above 1, :func:`compare_seeds` says more than one comparison.
+def seeds_of_baseline(runs: Sequence[Run]) -> int:
+    """With how many seeds the baseline, the first run, was run: above 1, :func:`compare_seeds` says more."""
+    return sum(_but_for_the_seed(run) == _but_for_the_seed(runs[0]) for run in runs)
+
+
+def compare_seeds(runs: Sequence[Run]) -> SeedComparison:
+    """Compare runs of several seeds with the variant of the first of them.
 
     Raises:
-        UserError: a directory cannot be read.
+        ReportError: a seed is there twice or lacks its baseline, or runs are not comparable.
     """
-    runs = read_runs(directories)
-    first = next((run for run in runs if baseline and run.directory.resolve() == baseline.resolve()), runs[0])
-    return sum(_but_for_the_seed(run) == _but_for_the_seed(first) for run in runs)
-
-
-def compare_seeds(directories: Sequence[Path], *, baseline: Path | None = None) -> SeedComparison:
-    """Compare runs of several seeds: the baseline's variant is the one of ``baseline``, or of the first directory.
-
-    Raises:
-        UserError: a directory cannot be read, a seed is there twice or lacks its baseline, or runs are not comparable.
-    """
-    first = baseline or directories[0]
-    others = [directory for directory in directories if directory.resolve() != first.resolve()]
     variants: dict[str, dict[int, Run]] = {}
-    for run in read_runs((first, *others)):
+    for run in runs:
         of_seed = variants.setdefault(_but_for_the_seed(run), {})
         seed = run.config.training.seed
         if seed in of_seed:

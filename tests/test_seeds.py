@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_vcycle import cli
-from ds_vcycle.comparison import ReportError
+from ds_vcycle.comparison import ReportError, read_runs
 from ds_vcycle.seeds import compare_seeds
 from tests.test_report import CONFIG, V_CYCLE, make_run
 
@@ -50,7 +50,7 @@ def cost_by_hand(directory: Path, loss: float, key: str) -> float | None:
 
 @pytest.mark.parametrize("key", ["flops", "flops_blocks", "tokens", "seconds"])
 def test_savings_are_those_of_the_records(tmp_path: Path, key: str) -> None:
-    found = compare_seeds(make_all(tmp_path))
+    found = compare_seeds(read_runs(make_all(tmp_path)))
     (variant,) = found.variants
     assert (found.baseline, found.seeds, variant.name, variant.seeds) == ("flat", (1, 2, 3), "v", (1, 2, 3))
     wanted = []
@@ -72,7 +72,7 @@ def test_a_seed_that_never_gets_there_leaves_no_mean(tmp_path: Path) -> None:
     early = [(1, [(10, 6.0)]), (2, [(10, 5.0), (20, 3.9)]), (1, [(0, 4.6), (4, 4.3)])]
     paths.append(make_run(tmp_path / "flat-3", [(1, FLATS[3])], config=seeded(3)))
     paths.append(make_run(tmp_path / "v-3", early, config=seeded(3), cycle=V_CYCLE))
-    (variant,) = compare_seeds(paths).variants
+    (variant,) = compare_seeds(read_runs(paths)).variants
     spread = variant.savings["saved_flops"]
     assert spread.values[2] is None and spread.values[0] is not None
     assert (spread.mean, spread.deviation, str(spread)) == (None, None, "reached by 2 of 3")
@@ -86,7 +86,7 @@ def test_a_run_that_evaluates_rarely_gains_nothing_by_it(tmp_path: Path) -> None
     costs = []
     for name, last in (("often", often), ("rare", rare)):
         run = make_run(tmp_path / name, [*up, (1, last)], config=seeded(1), cycle=V_CYCLE)
-        row = compare_seeds([flat, run]).variants[0].rows[0]
+        row = compare_seeds(read_runs([flat, run])).variants[0].rows[0]
         assert row.reached is not None
         costs.append(row.reached.flops)
     assert costs[1] > costs[0]
@@ -95,10 +95,10 @@ def test_a_run_that_evaluates_rarely_gains_nothing_by_it(tmp_path: Path) -> None
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     paths = make_all(tmp_path, (1, 2))
     with pytest.raises(ReportError, match=r"v-2 has training.seed=2, and the baseline has runs of 1 only"):
-        compare_seeds([paths[0], paths[2], paths[3]])
+        compare_seeds(read_runs([paths[0], paths[2], paths[3]]))
     again = make_run(tmp_path / "flat-again", [(1, FLATS[1])], config=seeded(1))
     with pytest.raises(ReportError, match=r"flat-again and .*flat-1 are the same run with the same training.seed=1"):
-        compare_seeds([*paths, again])
+        compare_seeds(read_runs([*paths, again]))
 
 
 def test_the_command_line_prints_and_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,12 +106,14 @@ def test_the_command_line_prints_and_writes_the_table(tmp_path: Path, capsys: py
     assert cli.run(["compare", *paths, "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     text = (tmp_path / "out.md").read_text()
-    mean = compare_seeds([Path(path) for path in paths]).variants[0].savings["saved_flops"]
+    mean = compare_seeds(read_runs([Path(path) for path in paths])).variants[0].savings["saved_flops"]
     assert str(mean) in text and str(mean) in " ".join(printed.split())
     assert sorted(path.name for path in tmp_path.glob("out*")) == [
         *(f"out-seed-{seed}.{ending}" for seed in (1, 2, 3) for ending in ("md", "png")),
         "out.md",
     ]
+    assert cli.run(["compare", *paths, "--out", ".."]) == 2
+    assert "--out ..: names no file" in capsys.readouterr().err
     assert cli.run(["compare", *paths, "--json", "--out", str(tmp_path / "out")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["variants"][0]["saved_flops"]["mean"] == pytest.approx(mean.mean)

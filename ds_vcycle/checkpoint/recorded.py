@@ -88,6 +88,11 @@ def recorded(checkpoint: WeightSource) -> Recorded:
     return Recorded(config=config, level=resolve_levels(config)[index - 1])
 
 
+def incomplete(directory: Path, error: Exception) -> CheckpointError:
+    """The error for a manifest whose checksum is right and whose record lacks what a run records; ``error``: how."""
+    return CheckpointError(f"{directory}: what the run recorded is incomplete ({error!r}); use another checkpoint")
+
+
 def require_shape(checkpoint: WeightSource, shape: ModelShape, *, whose: str, partly: bool = False) -> None:
     """The checkpoint holds a model of this shape; the vocabulary's padding does not count.
 

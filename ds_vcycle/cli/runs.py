@@ -158,17 +158,19 @@ def compare(
     from rich.console import Console
 
     from ds_vcycle import report
+    from ds_vcycle.comparison import compare_runs, read_runs
     from ds_vcycle.seeds import compare_seeds, seeds_of_baseline
 
-    if seeds_of_baseline(runs, baseline=baseline) > 1:
-        found = compare_seeds(runs, baseline=baseline)
+    read = read_runs(runs, baseline=baseline)
+    if seeds_of_baseline(read) > 1:
+        found = compare_seeds(read)
         if as_json:
             print(json.dumps(report.seeds_to_json(found), indent=1))
         else:
             report.render_seeds(found, Console())
         print(f"written: {', '.join(map(str, report.write_seeds(found, out)))}", file=sys.stderr)
         return
-    comparison = report.compare(runs, baseline=baseline)
+    comparison = compare_runs(read)
     if as_json:
         print(json.dumps(report.to_json(comparison), indent=1))
     else:

@@ -12,8 +12,8 @@ from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
 from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train
 from ds_vcycle.cycle.remedies import Room, changes_that_fit
-from ds_vcycle.cycle.schedule import expand
-from ds_vcycle.levels import Level, data_parallel, resolve_levels
+from ds_vcycle.cycle.schedule import expand, mapping_of
+from ds_vcycle.levels import Level, data_parallel, lowered_micro_batch, resolve_levels
 from ds_vcycle.schema import parameter_count
 from ds_vcycle.train.flops import predicted_positions, recompute_flops, step_flops
 
@@ -135,8 +135,7 @@ def divided(config: RunConfig, nodes: Nodes) -> RunConfig:
                 f"level {level.index}: training.global_batch={batch} is not a multiple of {ranks} data-parallel ranks; "
                 "raise it, or raise tensor_parallel"
             )
-        most = batch // ranks
-        lowered = max(size for size in range(1, min(level.micro_batch, most) + 1) if most % size == 0)
+        lowered = lowered_micro_batch(level.micro_batch, batch // ranks)
         overrides[level.index - 1] = overrides[level.index - 1].model_copy(update={"micro_batch": lowered})
     kept = max(len(config.levels), len(levels))  # a flat run of a cycle's file has more entries than it visits
     return config.model_copy(update={"levels": overrides[:kept]})
@@ -216,8 +215,8 @@ def _transitions(
     config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase], nodes: Nodes
 ) -> tuple[TransitionOnCluster, ...]:
     found = []
-    for index in sorted({phase.fine for phase in phases if not isinstance(phase, Train)}):
-        fine, coarse = levels[index - 1], levels[index]
+    for index, change in sorted({phase.fine: phase for phase in phases if not isinstance(phase, Train)}.items()):
+        fine, (coarse, _) = levels[index - 1], mapping_of(change, levels, config.operators)
         refines = [phase for phase in phases if isinstance(phase, Refine) and phase.fine == index]
         again = any(abs(1 - phase.alpha - phase.beta) > 1e-12 for phase in refines)
         found.append(

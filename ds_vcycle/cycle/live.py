@@ -18,11 +18,7 @@ from ds_vcycle.cycle.records import RunRecords
 from ds_vcycle.cycle.saves import Saved, Saves, record_saves
 from ds_vcycle.cycle.saving import Restored, all_finite
 from ds_vcycle.cycle.stopping import StopFlag
-from ds_vcycle.cycle.transition import (
-    Fragments,
-    Staged,
-    fill,
-)
+from ds_vcycle.cycle.transition import Fragments, Staged, fill
 from ds_vcycle.data.batches import evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.levels import Level
@@ -33,10 +29,7 @@ from ds_vcycle.sharding.release import release as free
 from ds_vcycle.sharding.zero import Engine, set_counters
 from ds_vcycle.train.engine import build_engine
 from ds_vcycle.train.loop import TrainingError
-from ds_vcycle.train.metrics import (
-    Place,
-    evaluation_record,
-)
+from ds_vcycle.train.metrics import Place, evaluation_record
 
 
 class LiveRun:

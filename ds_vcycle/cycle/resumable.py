@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ds_vcycle.checkpoint.recorded import incomplete
 from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.cycle.phases import Phase, first_difference, from_records
@@ -64,9 +65,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         for key in ("config", "counters", "adam_step"):
             _ = state[key]
     except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{checkpoint.directory}: what the run recorded is incomplete ({error!r}); use another checkpoint"
-        ) from error
+        raise incomplete(checkpoint.directory, error) from error
 
 
 def _check_groups(checkpoint: Checkpoint, recorded: RunConfig, config: RunConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ds_vcycle.checkpoint.deepspeed.files import is_deepspeed, is_universal, tag_directory
 from ds_vcycle.checkpoint.manifest import CheckpointError, Manifest
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
-from ds_vcycle.checkpoint.recorded import Recorded, locate_checkpoint, recorded
+from ds_vcycle.checkpoint.recorded import Recorded, incomplete, locate_checkpoint, recorded
 from ds_vcycle.checkpoint.retention import find_latest, settled
 
 Advance = Callable[[int, int], None]
@@ -65,9 +65,7 @@ def inspect_checkpoint(path: Path, *, verify: bool = True, advance: Advance = la
         try:
             facts = _facts(checkpoint) | {"parked": parked, "verified": verify, **own}
         except (LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{directory}: what the run recorded is incomplete ({error!r}); use another checkpoint"
-            ) from error
+            raise incomplete(directory, error) from error
         return Inspection(directory=directory, facts=facts, lines=_lines(facts))
 
 

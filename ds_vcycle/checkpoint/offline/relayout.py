@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.config import RunConfig, parse_config
-from ds_vcycle.levels import Level, resolve_levels
+from ds_vcycle.levels import Level, lowered_micro_batch, resolve_levels
 from ds_vcycle.operators.maps import axis_map
 from ds_vcycle.sharding.placement import Layout
 
@@ -93,8 +93,7 @@ def _micro_batch(level: Level, layout: Layout, global_batch: int, where: Path) -
             f"{where}: training.global_batch={global_batch} does not divide over {dp} data-parallel ranks, and a run "
             "keeps its global batch; give a --dp that divides it"
         )
-    share = global_batch // dp
-    return max(size for size in range(1, level.micro_batch + 1) if share % size == 0)
+    return lowered_micro_batch(level.micro_batch, global_batch // dp)
 
 
 def _grouping(axis: str, fine: Level, coarse: Level, tp: int) -> object:

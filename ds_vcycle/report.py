@@ -28,7 +28,9 @@ def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draw(comparison, chart)
-        table.write_text(f"{markdown(comparison)}\n![held-out loss against FLOPs]({chart.name})\n", encoding="utf-8")
+        table.write_text(
+            f"{markdown(comparison)}\n![held-out loss against its costs]({chart.name})\n", encoding="utf-8"
+        )
     except OSError as error:
         raise ReportError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
     return chart, table

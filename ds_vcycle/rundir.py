@@ -13,6 +13,7 @@ from ds_vcycle.train.metrics import (
     EvaluationRecord,
     Record,
     StepRecord,
+    TransitionLossRecord,
     TransitionRecord,
     last_of_each_place,
     read_metrics,
@@ -45,6 +46,7 @@ class Run:
     config: RunConfig
     evaluations: tuple[EvaluationRecord, ...]
     transitions: tuple[TransitionRecord, ...]
+    transition_losses: tuple[TransitionLossRecord, ...]
     steps: int
     total: Cost
 
@@ -62,7 +64,7 @@ def read_run(directory: Path) -> Run:
     """
     if not directory.is_dir():
         raise RunDirError(f"{directory}: no such run directory; give the run_dir of a finished `ds-vcycle train`")
-    config = _read_config(directory)
+    config = recorded_config(directory)
     records = read_metrics(directory / METRICS_NAME)
     evaluations = last_of_each_place([record for record in records if isinstance(record, EvaluationRecord)])
     if not any(record.level == 1 for record in evaluations):
@@ -75,12 +77,18 @@ def read_run(directory: Path) -> Run:
         config=config,
         evaluations=evaluations,
         transitions=tuple(record for record in records if isinstance(record, TransitionRecord)),
+        transition_losses=tuple(record for record in records if isinstance(record, TransitionLossRecord)),
         steps=max(record.step for record in records),
         total=_total(records),
     )
 
 
-def _read_config(directory: Path) -> RunConfig:
+def recorded_config(directory: Path) -> RunConfig:
+    """The resolved configuration that a run directory holds.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
     for name in CONFIG_NAMES:
         path = directory / name
         if path.is_file():

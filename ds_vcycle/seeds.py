@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_vcycle.comparison import Comparison, ReportError, Row, compare_runs
@@ -89,8 +89,17 @@ def compare_seeds(runs: Sequence[Run]) -> SeedComparison:
                 "leave one of them out"
             )
         of_seed[seed] = run
-    (_, base), *rest = variants.items()
-    for of_seed in (found for _, found in rest):
+    return compare_variants([(_name(of_seed), of_seed) for of_seed in variants.values()])
+
+
+def compare_variants(variants: Sequence[tuple[str, Mapping[int, Run]]]) -> SeedComparison:
+    """Compare named variants, each with its run of each seed, with the first of them.
+
+    Raises:
+        ReportError: a seed lacks its baseline, or runs are not comparable.
+    """
+    (baseline, base), *rest = variants
+    for _, of_seed in rest:
         for seed, run in of_seed.items():
             if seed not in base:
                 known = ", ".join(map(str, sorted(base)))
@@ -102,17 +111,17 @@ def compare_seeds(runs: Sequence[Run]) -> SeedComparison:
         seed: compare_runs([run, *(found[seed] for _, found in rest if seed in found)]) for seed, run in base.items()
     }
     return SeedComparison(
-        baseline=_name(base),
+        baseline=baseline,
         seeds=tuple(base),
-        variants=tuple(_variant(found, comparisons) for _, found in rest),
+        variants=tuple(_variant(name, found, comparisons) for name, found in rest),
         comparisons=comparisons,
     )
 
 
-def _variant(runs: dict[int, Run], comparisons: dict[int, Comparison]) -> Variant:
+def _variant(name: str, runs: Mapping[int, Run], comparisons: Mapping[int, Comparison]) -> Variant:
     rows = tuple(next(row for row in comparisons[seed].rows if row.run is run) for seed, run in runs.items())
     savings = {key: Spread(values=tuple(getattr(row, key) for row in rows)) for key in QUANTITIES}
-    return Variant(name=_name(runs), seeds=tuple(runs), rows=rows, savings=savings)
+    return Variant(name=name, seeds=tuple(runs), rows=rows, savings=savings)
 
 
 def _but_for_the_seed(run: Run) -> str:
@@ -124,7 +133,7 @@ def _but_for_the_seed(run: Run) -> str:
 def _name(runs: dict[int, Run]) -> str:
     """What the runs' names begin with alike, or the first one's."""
     names = [run.name for run in runs.values()]
-    if len(names) == 1:
+    if len(set(names)) == 1:
         return names[0]
     alike = 0
     while len({name[: alike + 1] for name in names}) == 1 and alike < min(map(len, names)):

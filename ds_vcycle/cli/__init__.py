@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from ds_vcycle import __version__
-from ds_vcycle.cli import checkpoints, runs
+from ds_vcycle.cli import checkpoints, runs, studies
 from ds_vcycle.config import UserError
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ blended with what was kept, and trained on. The usual order of commands:
 """,
 )
 for verb in (
-    runs.prepare, runs.plan, runs.train, runs.compare,
+    runs.prepare, runs.plan, runs.train, runs.compare, studies.study,
     checkpoints.coalesce, checkpoints.refine, checkpoints.convert, checkpoints.inspect,
 ):  # fmt: skip
     app.command()(verb)

@@ -4,7 +4,8 @@ Defaults < file < dotted overrides (``model.hidden=256``). Every key is checked 
 error names the key, the value and the remedy. Imports no torch, so that ``ds-vcycle plan`` answers at once.
 """
 
-from ds_vcycle.config.cycle import CycleConfig, GrowthConfig, GrowthMethod, OperatorsConfig, PhaseConfig, PhaseEntry
+from ds_vcycle.config.cycle import CycleConfig, OperatorsConfig, PhaseConfig, PhaseEntry
+from ds_vcycle.config.growth import Arrangement, GrowthConfig, GrowthMethod
 from ds_vcycle.config.model import GroupingsConfig, LevelConfig, ModelConfig
 from ds_vcycle.config.run import RunConfig, load_config, parse_config
 from ds_vcycle.config.section import (
@@ -27,6 +28,7 @@ __all__ = [
     "EmbeddingPolicy",
     "Grouping",
     "GroupingsConfig",
+    "Arrangement",
     "GrowthConfig",
     "GrowthMethod",
     "LevelConfig",

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ds_vcycle.config.growth import GrowthConfig
 from ds_vcycle.config.model import GroupingsConfig
 from ds_vcycle.config.section import DepthPolicy, EmbeddingPolicy, MomentPolicy, Section
 
@@ -60,15 +61,6 @@ class PhaseEntry(PhaseConfig):
         if kinds != ["coalesce"] and self.coarse_from is not None:
             raise ValueError(f"{kinds[0]} takes no coarse_from; it belongs to coalesce")
         return self
-
-
-GrowthMethod = Literal["decoalesce", "stackbert"]
-
-
-class GrowthConfig(Section):
-    """How ``cycle.kind=growth`` goes up: by the V cycle's own de-coalescing, or as another paper does (baselines/)."""
-
-    method: GrowthMethod = "decoalesce"
 
 
 class CycleConfig(Section):

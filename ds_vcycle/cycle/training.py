@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.pending import PendingStep, read_back
@@ -12,8 +13,10 @@ from ds_vcycle.cycle.phases import Train
 from ds_vcycle.cycle.stopping import Stopped
 from ds_vcycle.data.batches import Batch, Prefetcher
 from ds_vcycle.train.flops import predicted_positions, step_flops
-from ds_vcycle.train.loop import train_step
+from ds_vcycle.train.loop import AfterStep, LossFunction, language_model_loss, train_step
 from ds_vcycle.train.lr import learning_rate
+
+StepFunctions: TypeAlias = tuple[LossFunction, AfterStep | None]
 
 
 def train(run: LiveRun, phase: Train) -> None:
@@ -26,9 +29,10 @@ def train(run: LiveRun, phase: Train) -> None:
     config = run.plan.config
     pending: list[PendingStep] = []
     run.progress.phase(phase.index, str(phase), phase.steps, run.position.phase_step)
+    functions = step_functions(run, phase)
     with _coming_batches(run) as coming:
         while run.position.phase_step < phase.steps:
-            done = _step(run, phase, next(coming))
+            done = _step(run, phase, next(coming), functions)
             pending.append(done)
             stop = done.result.stop
             run.poll_saves()
@@ -61,12 +65,15 @@ def _coming_batches(run: LiveRun) -> Prefetcher:
     )
 
 
-def _step(run: LiveRun, phase: Train, batches: Sequence[Batch]) -> PendingStep:
+def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepFunctions) -> PendingStep:
     """One optimizer step; its values stay on the device."""
     config, level = run.plan.config, run.plan.level(run.position.level)
     before, done = run.position.totals, run.position.phase_step
     lr = learning_rate(phase.lr, done)
-    result = train_step(run.live(), batches, lr=lr, mesh=run.mesh, stop=bool(run.flag))
+    loss, after_step = functions
+    result = train_step(
+        run.live(), batches, lr=lr, mesh=run.mesh, loss=loss, after_step=after_step, stop=bool(run.flag)
+    )
     samples = config.training.global_batch
     positions = predicted_positions(level.shape, config.data.mask_probability)
     after = before.after_step(
@@ -77,6 +84,11 @@ def _step(run: LiveRun, phase: Train, batches: Sequence[Batch]) -> PendingStep:
     )
     run.position = replace(run.position, phase_step=done + 1, totals=after)
     return PendingStep(place=run.position.place, result=result, lr=lr, before=before, after=after)
+
+
+def step_functions(run: LiveRun, phase: Train) -> StepFunctions:
+    """What the steps of a phase minimise, and what follows each: a rival's phases have their own (baselines/)."""
+    return language_model_loss, None
 
 
 def _record(run: LiveRun, pending: list[PendingStep]) -> None:

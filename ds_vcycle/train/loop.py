@@ -45,6 +45,7 @@ class LossScale:
 
 
 LossFunction: TypeAlias = Callable[[Engine, Batch, LossScale], Tensor]
+AfterStep: TypeAlias = Callable[[Engine], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ def train_step(
     lr: float,
     mesh: Mesh,
     loss: LossFunction = language_model_loss,
+    after_step: AfterStep | None = None,
     stop: bool = False,
 ) -> StepResult:
     """One optimizer step over this rank's micro-batches of one global batch. Collective over all ranks.
@@ -81,6 +83,7 @@ def train_step(
         lr: learning rate of this step.
         mesh: of the level.
         loss: scalar loss of one micro-batch.
+        after_step: called once the weights have been updated; it must not wait for the device.
         stop: this rank was asked to stop after the step; the result says whether any rank was.
     """
     weight, stopping = _agree(batches, stop, mesh)
@@ -95,6 +98,8 @@ def train_step(
         engine.backward(value)
         engine.step()
         total += value.detach().float()
+    if after_step is not None:
+        after_step(engine)
     fault_point("step")
     total /= micro_batches
     if mesh.dp_size > 1:

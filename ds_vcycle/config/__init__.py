@@ -21,6 +21,7 @@ from ds_vcycle.config.section import (
 from ds_vcycle.config.training import DataConfig, TrainingConfig
 
 __all__ = [
+    "Arrangement",
     "ConfigError",
     "CycleConfig",
     "DataConfig",
@@ -28,7 +29,6 @@ __all__ = [
     "EmbeddingPolicy",
     "Grouping",
     "GroupingsConfig",
-    "Arrangement",
     "GrowthConfig",
     "GrowthMethod",
     "LevelConfig",

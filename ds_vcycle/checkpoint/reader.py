@@ -146,7 +146,7 @@ class Checkpoint:
             self._stored(parameter)
 
     def keys(self, parameter: Parameter) -> frozenset[str]:
-        """Which tensors a parameter is stored with: "master", and "exp_avg", "exp_avg_sq" if there were moments."""
+        """Which tensors a parameter is stored with, of :data:`ds_vcycle.checkpoint.store.KEYS`."""
         entries = (found for (name, _), found in self._index.items() if name == parameter.name)
         return frozenset(key for found in entries for _, _, entry in found for key in entry.tensors)
 
@@ -159,7 +159,7 @@ class Checkpoint:
             tp_rank: whose shard.
             start: first element.
             length: number of elements.
-            key: "master", "exp_avg" or "exp_avg_sq".
+            key: one of :data:`ds_vcycle.checkpoint.store.KEYS`.
 
         Raises:
             CheckpointError: the parameter, the key or a part of the range is not stored; it has another shape; a

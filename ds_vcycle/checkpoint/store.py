@@ -34,14 +34,15 @@ __all__ = [
     "write_fragments",
 ]  # fmt: skip
 
-KEYS = ("master", "exp_avg", "exp_avg_sq")
+KEYS = ("master", "exp_avg", "exp_avg_sq", "average")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFragment:
     """Elements [start, start + length) of the flat local tensor-parallel shard of one parameter, to be written.
 
-    ``tensors``: "master" and, if there are moments, "exp_avg" and "exp_avg_sq"; each 1-D fp32 [length], any device.
+    ``tensors``: "master", "exp_avg" and "exp_avg_sq" if there are moments, "average" if a moving average of the weights
+    is kept; each 1-D fp32 [length], any device.
     """
 
     parameter: Parameter

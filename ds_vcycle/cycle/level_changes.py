@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TypedDict
 
+from ds_vcycle.baselines.growth import second_source
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Refine, kind_of
 from ds_vcycle.cycle.saving import initial_fragments, read_parked, save_parked
@@ -18,9 +19,11 @@ from ds_vcycle.cycle.transition import (
     refine_into,
     stage_down,
     stage_up,
+    take_copies,
 )
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
+from ds_vcycle.sharding.copies import from_next_layer, new_layers, new_outputs
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.train.metrics import Totals, TransitionKind, TransitionLossRecord, transition_record
 
@@ -86,12 +89,23 @@ def grow(run: LiveRun, phase: Grow) -> None:
     run.progress.phase(phase.index, str(phase), 1)
     run.finish_save()
     before, loss = run.position.totals, run.known_loss()
-    geometry = _geometry(run, phase)
+    geometry, kernels = _geometry(run, phase), run.plan.config.operators.kernels
     fault_point("grow.begin")
     staged = Staged(master=masters(run.live()))
+    average = None if run.average is None else {name: value.cpu() for name, value in run.average.items()}
+    run.average = None
     run.release()
     run.engine = run.build(run.plan.level(phase.fine))
-    decoalesce_into(run.engine, staged, geometry, run.mesh, kernels=run.plan.config.operators.kernels)
+    decoalesce_into(run.engine, staged, geometry, run.mesh, kernels=kernels)
+    second = second_source(phase.method)
+    if second is not None:
+        if second.weights == "next_layer":
+            source = replace(geometry, plan=from_next_layer(geometry.plan))
+        else:
+            assert average is not None
+            source, staged = geometry, Staged(master=average)
+        taken = new_outputs if second.elements == "new_outputs" else new_layers
+        take_copies(run.engine, staged, source, run.mesh, taken, kernels=kernels)
     fault_point("grow.done")
     _arrived(run, phase, before, loss, None)
 

@@ -33,12 +33,16 @@ from ds_vcycle.train.metrics import Place, evaluation_record
 
 
 class LiveRun:
-    """The state of a run on this rank. ``engine`` is the only engine; parked levels are fragments on the host."""
+    """The state of a run on this rank. ``engine`` is the only engine; parked levels are fragments on the host.
+
+    ``average``: the moving average of the live weights where a phase keeps one, fragments on the device.
+    """
 
     def __init__(self, plan: RunPlan, flag: StopFlag) -> None:
         self.plan = plan
         self.position = Position()
         self.parked: dict[int, Fragments] = {}
+        self.average: Fragments | None = None
         self.mesh = mesh_for(plan.level(first_level(plan.phases)).tensor_parallel)
         self.engine: Engine | None = None
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
@@ -71,6 +75,8 @@ class LiveRun:
         self.engine = self.build(self.plan.level(held.position.level))
         fill(self.engine, held.staged)
         set_counters(self.engine, held.counters)
+        if held.average is not None:
+            self.average = {name: value.to(self.mesh.device) for name, value in held.average.items()}
         if held.random_states is not None:
             set_rng_state(held.random_states)
         else:
@@ -124,7 +130,7 @@ class LiveRun:
             raise self.not_finite(self.position.place, "weights or Adam's moments that are not finite")
         self.count_seconds()
         level = self.plan.level(self.position.level)
-        self._record_saves(self._saves.save(self.position, self.live(), level, self.mesh))
+        self._record_saves(self._saves.save(self.position, self.live(), level, self.mesh, self.average))
 
     def finish_save(self) -> None:
         """Wait until the save under way in the background, if there is one, is the latest checkpoint.

@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from ds_vcycle.config import ConfigError, GrowthMethod
+from ds_vcycle.config import Arrangement, ConfigError, GrowthMethod
 from ds_vcycle.train.lr import LrSchedule
 from ds_vcycle.train.metrics import TransitionKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
-    """Train ``level`` for ``steps``, or until the held-out loss is at or below ``until_loss``."""
+    """Train ``level`` for ``steps``, or until the held-out loss is at or below ``until_loss``.
+
+    ``ema_decay``: of a moving average of the weights that is kept meanwhile, for the growth that follows.
+    """
 
     index: int
     level: int
     steps: int
     lr: LrSchedule
     until_loss: float | None = None
+    ema_decay: float | None = None
 
     def __str__(self) -> str:
         return f"train level {self.level}"
@@ -64,12 +68,17 @@ class Refine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grow:
-    """Go up from level ``coarse`` to ``fine``, where the cycle has never been, as another paper does (baselines/)."""
+    """Go up from level ``coarse`` to ``fine``, where the cycle has never been, as another paper does (baselines/).
+
+    ``arrangement``: Network Expansion's. ``seed``: draws what bert2BERT copies.
+    """
 
     index: int
     fine: int
     coarse: int
     method: GrowthMethod
+    arrangement: Arrangement | None = None
+    seed: int | None = None
 
     def __str__(self) -> str:
         return f"grow level {self.coarse} -> {self.fine} ({self.method})"

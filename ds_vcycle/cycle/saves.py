@@ -32,6 +32,7 @@ from ds_vcycle.cycle.phases import Phase
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.records import RunRecords
 from ds_vcycle.cycle.saving import engine_fragments, engine_state, gather_objects, run_state
+from ds_vcycle.cycle.transition import Fragments
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
 from ds_vcycle.parallel import Mesh, any_rank, raise_together, rng_state, together
@@ -77,15 +78,19 @@ class Saves:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._host = HostCopy()
 
-    def save(self, position: Position, engine: Engine, level: Level, mesh: Mesh) -> list[Saved]:
+    def save(
+        self, position: Position, engine: Engine, level: Level, mesh: Mesh, average: Fragments | None = None
+    ) -> list[Saved]:
         """Save this position, or begin to; returns what has come onto the disk: an earlier save, and this one.
+
+        ``average``: this rank's fragments of a moving average of the weights, if one is kept.
 
         Raises:
             CheckpointError: it, or the earlier one, cannot be written; the checkpoints before are as they were.
         """
         finished, begun = self.finish(), time.perf_counter()
         layout = layout_of(level, self._config, mesh.world_size)
-        held, extras = engine_fragments(engine, level, layout, mesh), rng_state()
+        held, extras = engine_fragments(engine, level, layout, mesh, average), rng_state()
         state = run_state(self._config, self._phases, position) | engine_state(engine, mesh)
         staging = begin_save(
             self._root / position.name, rank=mesh.rank, gather=lambda value: gather_objects(mesh, value)

@@ -37,7 +37,10 @@ from ds_vcycle.sharding.zero import Engine, Fragment, counters, fragments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a checkpoint held for this rank; no random states if other ranks or another degree wrote it."""
+    """What a checkpoint held for this rank; no random states if other ranks or another degree wrote it.
+
+    ``average``: of the weights, where the phase keeps one.
+    """
 
     directory: Path
     position: Position
@@ -45,6 +48,7 @@ class Restored:
     parked: dict[int, Fragments]
     random_states: dict[str, Tensor] | None
     counters: Mapping[str, int]
+    average: Fragments | None = None
 
 
 def versions() -> dict[str, str]:
@@ -53,9 +57,14 @@ def versions() -> dict[str, str]:
     return {"ds-vcycle": ds_vcycle.__version__, "python": platform.python_version()} | {n: version(n) for n in names}
 
 
-def engine_fragments(engine: Engine, level: Level, layout: Layout, mesh: Mesh) -> list[StoredFragment]:
-    """The masters and moments that this rank is the writer of, as they are: views, on the device."""
-    return list(_stored({held.name: _tensors(held) for held in fragments(engine)}, level, layout, mesh))
+def engine_fragments(
+    engine: Engine, level: Level, layout: Layout, mesh: Mesh, average: Fragments | None = None
+) -> list[StoredFragment]:
+    """The masters, the moments and any average that this rank is the writer of, as they are: views, on the device."""
+    held = {fragment.name: _tensors(fragment) for fragment in fragments(engine)}
+    for name, value in (average or {}).items():
+        held[name]["average"] = value
+    return list(_stored(held, level, layout, mesh))
 
 
 def engine_state(engine: Engine, mesh: Mesh) -> dict[str, Any]:
@@ -162,7 +171,16 @@ def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]
         parked=parked,
         random_states=(checkpoint.extras(dist.get_rank()) or None) if same_ranks else None,
         counters=checkpoint.state["counters"],
+        average=_average(checkpoint, config, level),
     )
+
+
+def _average(checkpoint: Checkpoint, config: RunConfig, level: Level) -> Fragments | None:
+    table = parameters(level.shape, config.operators.embedding)
+    if "average" not in checkpoint.keys(table[0]):
+        return None
+    mesh = mesh_for(level.tensor_parallel)
+    return _read(checkpoint, _ranges(table, layout_of(level, config, mesh.world_size), mesh), "average")
 
 
 def _parked(directory: Path, config: RunConfig, level: Level) -> Fragments:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ds_vcycle.baselines.growth import grows_by
+from ds_vcycle.baselines.growth import Growth, grows_by
 from ds_vcycle.config import ConfigError, OperatorsConfig, PhaseConfig, PhaseEntry, RunConfig
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Phase, Refine, Train, last_level
 from ds_vcycle.levels import Level, resolve_levels
@@ -50,7 +50,8 @@ def mapping_of(
     """
     coarse = levels[change.coarse - 1]
     if isinstance(change, Grow):
-        return grows_by(change.method, levels[change.fine - 1], coarse)
+        growth = Growth(method=change.method, arrangement=change.arrangement, seed=change.seed)
+        return grows_by(growth, levels[change.fine - 1], coarse)
     return coarse, operators
 
 
@@ -107,15 +108,28 @@ def _f_cycle(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
 
 def _growth(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
     """From the coarsest level up, once."""
-    method = config.cycle.growth.method
-    phases: list[Phase] = [_coarse(config, levels[-1], moved=False)]
+    growth = config.cycle.growth
+    averaged = growth.ema_decay if growth.method == "network_expansion" else None
+    phases: list[Phase] = [replace(_coarse(config, levels[-1], moved=False), ema_decay=averaged)]
     for level in reversed(levels[:-1]):
-        if method == "decoalesce":
-            phases.append(_refine(config, level.index, kept="seed"))
-        else:
-            phases.append(Grow(index=0, fine=level.index, coarse=level.index + 1, method=method))
-        phases.append(_after_going_up(config, level))
+        phases.append(_grow(config, level.index))
+        after = _after_going_up(config, level)
+        phases.append(replace(after, ema_decay=averaged) if level.index > 1 else after)
     return phases
+
+
+def _grow(config: RunConfig, fine: int) -> Refine | Grow:
+    growth = config.cycle.growth
+    if growth.method == "decoalesce":
+        return _refine(config, fine, kept="seed")
+    return Grow(
+        index=0,
+        fine=fine,
+        coarse=fine + 1,
+        method=growth.method,
+        arrangement=growth.arrangement if growth.method == "network_expansion" else None,
+        seed=config.training.seed if growth.method in ("fpi", "aki") else None,
+    )
 
 
 def _cycle_from(config: RunConfig, levels: Sequence[Level], top: int, *, gamma: int, moved: bool) -> list[Phase]:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from ds_vcycle.baselines.average import following
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.pending import PendingStep, read_back
 from ds_vcycle.cycle.phases import Train
 from ds_vcycle.cycle.stopping import Stopped
 from ds_vcycle.data.batches import Batch, Prefetcher
+from ds_vcycle.sharding.zero import fragments
 from ds_vcycle.train.flops import predicted_positions, step_flops
 from ds_vcycle.train.loop import AfterStep, LossFunction, language_model_loss, train_step
 from ds_vcycle.train.lr import learning_rate
@@ -88,7 +90,11 @@ def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepF
 
 def step_functions(run: LiveRun, phase: Train) -> StepFunctions:
     """What the steps of a phase minimise, and what follows each: a rival's phases have their own (baselines/)."""
-    return language_model_loss, None
+    if phase.ema_decay is None:
+        return language_model_loss, None
+    if run.average is None:
+        run.average = {f.name: f.master.clone() for f in fragments(run.live())}
+    return language_model_loss, following(run.average, phase.ema_decay)
 
 
 def _record(run: LiveRun, pending: list[PendingStep]) -> None:

@@ -20,6 +20,7 @@ from ds_vcycle.config import MomentPolicy
 from ds_vcycle.faults import fault_point
 from ds_vcycle.operators.apply import blend_coarse, coarse_factor
 from ds_vcycle.parallel import Mesh
+from ds_vcycle.sharding.copies import Taken, take
 from ds_vcycle.sharding.exchange import Exchange
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.transfer import coalesce_fragments, refine_fragments
@@ -141,6 +142,27 @@ def decoalesce_into(
     coarse = staged.master if staged.trained is None else staged.trained
     weights = {f.name: f.master for f in fragments(engine)}
     refine_fragments(geometry, coarse, weights, "master", Exchange(mesh=mesh), beta=0.0, kernels=kernels)
+    push(engine)
+
+
+@torch.no_grad()
+def take_copies(
+    engine: Engine, staged: Staged, geometry: Geometry, mesh: Mesh, taken: Taken, *, kernels: Implementation = "auto"
+) -> None:
+    """Overwrite of an engine's weights what ``taken`` says with what these coarse weights give it; push. Collective.
+
+    Args:
+        engine: a fine engine that is filled already.
+        staged: this rank's coarse fragments.
+        geometry: whose plan says what of them each fine element reads.
+        mesh: of the fine level.
+        taken: which fine elements, see :mod:`ds_vcycle.sharding.copies`.
+        kernels: what de-coalesces.
+    """
+    weights = {f.name: f.master for f in fragments(engine)}
+    second = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    refine_fragments(geometry, staged.master, second, "master", Exchange(mesh=mesh), beta=0.0, kernels=kernels)
+    take(second, weights, geometry, mesh.rank, taken)
     push(engine)
 
 

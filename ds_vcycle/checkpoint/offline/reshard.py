@@ -27,14 +27,13 @@ from ds_vcycle.checkpoint.offline.target import WrittenForm, check_target
 from ds_vcycle.checkpoint.reader import Checkpoint, open_checkpoint
 from ds_vcycle.checkpoint.recorded import locate_checkpoint, recorded
 from ds_vcycle.checkpoint.retention import clean, make_directory, publish, set_latest, settled, sync_directory
-from ds_vcycle.checkpoint.store import WrittenShard, is_writer, save_written
+from ds_vcycle.checkpoint.store import KEYS, WrittenShard, is_writer, save_written
 from ds_vcycle.config import RunConfig
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.schema import Parameter, parameters
 from ds_vcycle.sharding.placement import Layout, layout_of, rank_placements
 
 Advance = Callable[[int, int], None]
-_KEYS = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,7 @@ class _Job:
             stored = describe(parameter, layout.tp)
             length = stored.real_length(tp_rank if stored.tp > 1 else 0, held.start, held.length)
             kinds = self.source.keys(parameter)
-            keys = tuple(key for key in _KEYS if key in kinds)
+            keys = tuple(key for key in KEYS if key in kinds)
             if length:
                 found.append(
                     AnnouncedFragment(

@@ -164,6 +164,8 @@ def init_distributed(device: str = "auto") -> torch.device:
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise UserError("training.device=cuda: torch finds no CUDA device; set training.device=cpu or auto")
+    if cuda and torch.cuda.device_count() == 1:
+        os.environ["LOCAL_RANK"] = "0"  # Slurm may show each task its own GPU only
     place = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if cuda and device != "cpu"

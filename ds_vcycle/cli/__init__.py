@@ -1,7 +1,7 @@
 """The command line. Heavy imports live inside the verbs, so that ``plan`` and ``--help`` answer at once.
 
 Also started by the launcher, which puts ``--local_rank=N`` in front unless told not to: it is ignored, the
-environment says the same.
+environment says the same; and by ``srun``, whose variables are then turned into those.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 from ds_vcycle import __version__
 from ds_vcycle.cli import checkpoints, runs, studies
 from ds_vcycle.config import UserError
+from ds_vcycle.slurm import launch_environment
 
 app = typer.Typer(
     add_completion=False,
@@ -39,7 +40,7 @@ blended with what was kept, and trained on. The usual order of commands:
 """,
 )
 for verb in (
-    runs.prepare, runs.plan, runs.train, runs.compare, studies.study,
+    runs.prepare, runs.plan, runs.train, runs.status, runs.compare, studies.study,
     checkpoints.coalesce, checkpoints.refine, checkpoints.convert, checkpoints.inspect,
 ):  # fmt: skip
     app.command()(verb)
@@ -62,6 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     A :class:`UserError` becomes one message and exit code 2, on every rank; any other error is a bug and is raised.
     """
     try:
+        os.environ.update(launch_environment(os.environ))
         app(args=_normalised(arguments), prog_name="ds-vcycle")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

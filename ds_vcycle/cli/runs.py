@@ -1,4 +1,4 @@
-"""Verbs of a run, in the order in which they are used: prepare, plan, train, compare."""
+"""Verbs of a run, in the order in which they are used: prepare, plan, train, status, compare."""
 
 from __future__ import annotations
 
@@ -140,6 +140,20 @@ def train(
 
     if run_training(settings, resume=resume) == "stopped":
         raise typer.Exit(EXIT_STOPPED)
+
+
+def status(
+    run: Annotated[Path, typer.Argument(help="A run directory; the run may be going on.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Where a run is: phase, step, losses, time left, last checkpoint, requeues. Also while it goes on.
+
+    Example: `ds-vcycle status runs/mine`
+    """
+    from ds_vcycle.cycle.status import read_run_status, render_status, to_json
+
+    found = read_run_status(run)
+    print(json.dumps(to_json(found), indent=1) if as_json else render_status(found))
 
 
 def compare(

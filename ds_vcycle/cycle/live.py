@@ -15,6 +15,7 @@ from ds_vcycle.cycle.phases import first_level
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.cycle.progress import RunProgress
 from ds_vcycle.cycle.records import RunRecords
+from ds_vcycle.cycle.reporting import Reporter
 from ds_vcycle.cycle.saves import Saved, Saves, record_saves
 from ds_vcycle.cycle.saving import Restored, all_finite
 from ds_vcycle.cycle.stopping import StopFlag
@@ -46,6 +47,7 @@ class LiveRun:
         self.mesh = mesh_for(plan.level(first_level(plan.phases)).tensor_parallel)
         self.engine: Engine | None = None
         self.progress = RunProgress(enabled=self.mesh.rank == 0, phases=len(plan.phases))
+        self.reporter = Reporter(plan, rank=self.mesh.rank)
         self.flag = flag
         self._saves = Saves(plan.config, plan.phases)
         self._records: RunRecords | None = None
@@ -60,6 +62,7 @@ class LiveRun:
         self.position = replace(self.position, level=level.index)
         seed_ranks(config.training.seed, self.mesh)
         self._open_records(resume_at=(-1, 0) if (config.run_dir / "metrics.jsonl").exists() else None)
+        self.reporter.event("started", self.position, ranks=self.mesh.world_size)
         self.engine = self.build(level, seed=config.training.seed if initial is None else None)
         self._lap = time.perf_counter()
         if initial is not None:
@@ -83,6 +86,8 @@ class LiveRun:
             change = "another number of ranks or tensor-parallel degree than before"
             self.progress.note(f"warning: {change}: random generators are seeded anew")
         self.progress.note(f"resumed from {held.directory}")
+        resumed = {"ranks": self.mesh.world_size, "checkpoint": held.directory.name}
+        self.reporter.event("resumed", self.position, **resumed)
         self._lap = time.perf_counter()
 
     @property
@@ -114,6 +119,7 @@ class LiveRun:
         if not math.isfinite(loss):
             raise self.not_finite(place, f"held-out loss {loss}")
         self.held_out = loss
+        self.beat(at_once=True)
         self.records.write(evaluation_record(place, loss=loss, samples=samples, totals=totals))
         self.records.show([("evaluation/loss", loss, totals.steps)])
         self.records.settle()
@@ -144,6 +150,10 @@ class LiveRun:
         """At a step boundary: commit the save under way if it is on the disk on every rank."""
         self._record_saves(self._saves.poll())
 
+    def beat(self, *, at_once: bool = False) -> None:
+        """Let others see where the run is: every few seconds, or ``at_once``."""
+        self.reporter.beat(self.position, self.held_out, at_once=at_once)
+
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def measure(self, level: Level) -> float:
@@ -171,6 +181,9 @@ class LiveRun:
         if done:
             self.count_seconds()
             record_saves(done, self.records, self.position.totals)
+            for saved in done:
+                self.reporter.saved(saved.position, saved.own_seconds)
+            self.beat(at_once=True)
 
     def build(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; without a seed its weights are to be filled."""

@@ -84,13 +84,17 @@ def _run(
             run.finish_save()
             asked = [reason for reason in gather_objects(run.mesh, flag.reason) if reason is not None]
             _status(run, "stopped", {"reason": asked[0]})
+            run.reporter.event("stopped", run.position, reason=asked[0])
             run.progress.note(f"stopped ({asked[0]}), state saved: {run.summary}; go on with --resume")
             return "stopped"
         except Exception as error:
             with suppress(OSError):  # what ended the run is what the user must see
                 _write_status(plan, run.position, "failed", {"error": f"{type(error).__name__}: {error}"})
+            run.reporter.event("failed", run.position, error=f"{type(error).__name__}: {error}")
             raise
         _status(run, "finished", {})
+        run.reporter.event("finished", run.position, held_out=run.held_out)
+        run.beat(at_once=True)
         run.progress.note(f"finished: {run.summary}")
     return "finished"
 
@@ -186,8 +190,11 @@ def _walk(run: LiveRun) -> None:
     for phase in phases[run.position.next_phase :]:
         run.position = run.position.entering(phase.index)
         _status(run, "running", {})
+        run.reporter.event("phase_begun", run.position, title=str(phase))
+        run.beat(at_once=True)
         _do(run, phase)
         run.position = replace(run.position, done=True)
+        run.reporter.event("phase_ended", run.position, title=str(phase), held_out=run.held_out)
         run.save()
         if phase is not phases[-1] and parallel.any_rank(bool(run.flag)):
             raise Stopped

@@ -85,6 +85,8 @@ def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepF
         seconds=run.seconds(),
     )
     run.position = replace(run.position, phase_step=done + 1, totals=after)
+    run.reporter.step(level.index, after.seconds - before.seconds)
+    run.beat()
     return PendingStep(place=run.position.place, result=result, lr=lr, before=before, after=after)
 
 
@@ -112,6 +114,7 @@ def _record(run: LiveRun, pending: list[PendingStep]) -> None:
         events["tokens_per_second"] = record.tokens_per_second
         run.records.show([(f"train/{name}", value, record.step) for name, value in events.items()])
     if records:
+        run.reporter.loss(records[-1].loss)
         held_out = f" held-out {run.held_out:.4f}" if math.isfinite(run.held_out) else ""
         speed = f"{records[-1].tokens_per_second:,.0f} tok/s"
         run.progress.update(run.position.phase_step, f"loss {records[-1].loss:.4f}{held_out} {speed}")

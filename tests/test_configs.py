@@ -80,6 +80,16 @@ def nodes_of(name):
     return int(found[1]) if found else NODES.get(name, 1)
 
 
+def test_rivals_have_the_demos_sizes_and_flat_run():
+    demo, files = load_config(CONFIGS / "demo_gpt.yaml", []), sorted((CONFIGS / "rivals").glob("demo_gpt_*.yaml"))
+    assert files
+    for path in files:
+        rival = load_config(path, [])
+        assert (rival.model, rival.training) == (demo.model, demo.training), path
+        assert rival.cycle.flat == demo.cycle.flat and path.stem in str(rival.run_dir), path
+        assert sum(row.share for row in overview(rival, ranks=2).phases) == pytest.approx(1.0), path
+
+
 def ranks_for(name):
     """What the file is laid out for; at most 128 ranks, whose traffic is soon worked out piece by piece."""
     return 2 if name in DEMOS else min(8 * nodes_of(name), 128)

@@ -49,6 +49,12 @@ POST = {"model.norm_placement": "post", "model.norm_eps": 1e-12}
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 GROWTH = {"cycle.kind": "growth", "cycle.initial": {}}
 DEEPER = {"levels": [{}, {"hidden": 32, "heads": 4, "ffn": 128}]}
+TAUGHT = {
+    **GROWTH,
+    "cycle.growth": {"method": "knowledge_inheritance", "distill_steps": 3},
+    "cycle.final": {"steps": 5},
+    "saving": {"every_steps": 2, "keep_last": 2},
+}
 WIDER = {**DROPOUT, "levels": [{}, {"tensor_parallel": 2}]}  # the coarse level's ranks must begin to draw alike
 
 
@@ -93,6 +99,9 @@ TWO: dict[str, dict[str, Any]] = {
     "random-coarse": {"tp": 2, "changes": {"cycle.coarse_from": "seed"}},
     "monotone": {"tp": 2, "changes": {**GROWTH, "model.heads": 8, "cycle.levels": 3}},
     "stackbert": {"tp": 2, "changes": {**GROWTH, **DEEPER, "cycle.growth": {"method": "stackbert"}}},
+    "taught": {"tp": 2, "zero_stage": 2, "changes": TAUGHT},
+    "taught-zero3": {"tp": 1, "zero_stage": 3, "changes": TAUGHT},
+    "taught-bert": {"architecture": "bert", "tp": 2, "changes": TAUGHT},
     "parked-on-disk": {"tp": 2, "zero_stage": 2, "changes": {**LONGER, "cycle.park": "disk"}},
 }
 ALL = [*ONE, *TWO]
@@ -251,6 +260,26 @@ def test_tensorboard_shows_the_recorded_losses(done):
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert shown == [(record.step, pytest.approx(record.loss, rel=1e-6)) for record in run.of(StepRecord)]
     assert len(events.Scalars("evaluation/loss")) == len(run.of(EvaluationRecord))
+
+
+@pytest.mark.parametrize("name", ["taught", "taught-zero3", "taught-bert"])
+def test_a_taught_step_costs_the_teachers_forward_pass_too(done, name):
+    """A third of one of its own steps; and the mixed loss begins at the divergence of two untrained models, near 0."""
+    first, *own = (done[name].of(StepRecord)[at] for at in (0, 4, 5, 6, 7, 8))
+    assert [record.step_flops - own[-1].step_flops for record in own] == [first.step_flops // 3] * 3 + [0] * 2
+    assert [record.step_flops_blocks - own[-1].step_flops_blocks for record in own[:3]] == (
+        [first.step_flops_blocks // 3] * 3
+    )
+    assert own[-1].flops == 4 * first.step_flops + 5 * own[-1].step_flops + first.step_flops
+    assert own[0].loss < own[1].loss < own[2].loss < own[3].loss
+
+
+def test_a_taught_curve_does_not_depend_on_the_layout(done):
+    losses = [
+        [record.loss for kind in (StepRecord, EvaluationRecord) for record in done[name].of(kind)]
+        for name in ("taught", "taught-zero3")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 @pytest.mark.parametrize(("reference", "name"), [(one, name) for one, names in CURVES.items() for name in names])

@@ -87,6 +87,22 @@ def test_killed_run_goes_on_with_the_same_bits(
     assert_same_run(config.run_dir, uninterrupted[stage])
 
 
+_TAUGHT = _CHANGES | {
+    "cycle.kind": "growth", "cycle.initial": {}, "cycle.final.steps": 5,
+    "cycle.growth": {"method": "knowledge_inheritance", "distill_steps": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["step@6", pytest.param("grow.parked:1", marks=pytest.mark.full)])
+def test_a_run_killed_while_it_is_taught_reads_its_teacher_again(tmp_path: Path, fault: str) -> None:
+    runs = {name: tiny_run(tmp_path / name, tp=2, changes=_TAUGHT) for name in ("whole", "killed")}
+    assert [result.exit_code for result in train(runs["whole"])] == [0, 0]
+    killed = train(runs["killed"], fault=fault)
+    assert all(result.exit_code for result in killed)
+    assert [result.exit_code for result in train(runs["killed"], "--resume")] == [0, 0]
+    assert_same_run(runs["killed"].run_dir, runs["whole"].run_dir)
+
+
 _THREE_LEVELS = {
     "model.heads": 8, "cycle.levels": 3, "cycle.initial.steps": 2, "cycle.coarse.steps": 3, "cycle.final.steps": 3,
     "cycle.park": "disk", "saving.every_steps": 2, "levels": [{}, {}, {"precision": "bf16"}],

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from ds_vcycle.baselines.inheritance import teachers_share
 from ds_vcycle.config import ConfigError, RunConfig, parse_config
 from ds_vcycle.cycle.overview import TransitionOverview, overview
 from ds_vcycle.cycle.phases import (
@@ -111,6 +112,39 @@ def test_growth_goes_up_once():
     ]
     stacked = words(expand(config({**cycle, "levels": 2, "growth": {"method": "stackbert"}})))
     assert stacked == ["train level 2 x 50", "grow level 2 -> 1 (stackbert)", "train level 1 x 30"]
+
+
+def test_knowledge_inheritance_trains_the_fine_level_with_the_coarser_one_as_its_teacher():
+    growth = {"method": "knowledge_inheritance", "distill_steps": 12}
+    cycle = {"kind": "growth", "levels": 3, "coarse": {"steps": 50}, "final": {"steps": 30}, "growth": growth}
+    phases = expand(config(cycle))
+    assert words(phases) == [
+        "train level 3 x 50",
+        "grow level 3 -> 2 (knowledge_inheritance)",
+        "train level 2, taught by level 3 x 50",
+        "grow level 2 -> 1 (knowledge_inheritance)",
+        "train level 1, taught by level 2 x 30",
+    ]
+    assert from_records(json.loads(json.dumps(to_records(phases)))) == phases
+    hotter = expand(config({**cycle, "growth": {**growth, "temperature": 3.0}}))
+    assert first_difference(phases, hotter) == (
+        "phase 2 (train level 2, taught by level 3): temperature is 2.0 in the run and 3.0 in the configuration"
+    )
+    plan = overview(config(cycle))
+    steps = {level.index: level.step_flops for level in plan.levels}
+    assert [phase.flops for phase in plan.phases] == [
+        50 * steps[3], 0, 50 * steps[2] + 12 * steps[3] // 3, 0, 30 * steps[1] + 12 * steps[2] // 3
+    ]  # fmt: skip
+    assert plan.flops == sum(phase.flops for phase in plan.phases) and plan.transitions == ()
+    assert [teachers_share(step, 4) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
+
+
+def test_a_teacher_must_divide_over_its_students_ranks():
+    growth = {"method": "knowledge_inheritance", "distill_steps": 12}
+    cycle = {"kind": "growth", "coarse": {"steps": 50}, "final": {"steps": 30}, "growth": growth}
+    levels = [{}, {"heads": 1, "tensor_parallel": 1}]
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2, which does not divide heads=1 of level 2"):
+        expand(config(cycle, levels=levels, model={**BASE["model"], "tensor_parallel": 2}))
 
 
 def test_a_growth_method_has_groupings_and_policies_of_its_own():

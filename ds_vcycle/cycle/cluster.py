@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_vcycle.config import ConfigError, LevelConfig, RunConfig
+from ds_vcycle.cycle.costs import phase_cost
 from ds_vcycle.cycle.gpu import Gpu
 from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
@@ -102,10 +103,14 @@ def on_cluster(config: RunConfig, nodes: Nodes, gpu: Gpu, mfu: Sequence[float]) 
         raise ConfigError(f"--mfu has {len(mfu)} values for {len(levels)} levels; give one, or one for each level")
     shares = tuple(mfu) * (len(levels) if len(mfu) == 1 else 1)
     parked = _parked(config, levels, phases, nodes)
+    spent = {level.index: _flops(phases, levels, config, level) for level in levels}
     rows = tuple(
-        _level(level, config, nodes, gpu, shares[level.index - 1], _steps(phases, level), parked.get(level.index, 0))
+        _level(
+            level, config, nodes, gpu, mfu=shares[level.index - 1], steps=_steps(phases, level),
+            spent=spent[level.index], parked=parked.get(level.index, 0),
+        )
         for level in levels
-    )
+    )  # fmt: skip
     flat = config.cycle.flat.steps
     return ClusterOverview(
         nodes=nodes.count,
@@ -147,7 +152,7 @@ def to_json(found: ClusterOverview) -> dict[str, Any]:
 
 
 def _level(
-    level: Level, config: RunConfig, nodes: Nodes, gpu: Gpu, mfu: float, steps: int, parked: int
+    level: Level, config: RunConfig, nodes: Nodes, gpu: Gpu, *, mfu: float, steps: int, spent: int, parked: int
 ) -> LevelOnCluster:
     batch = config.training.global_batch
     ranks, micro_batches = data_parallel(level, world_size=nodes.ranks, global_batch=batch)
@@ -155,7 +160,8 @@ def _level(
     positions = predicted_positions(level.shape, config.data.mask_probability)
     flops = step_flops(level.shape, samples=batch, predicted_positions=positions).total
     again = recompute_flops(level.shape, config.model.recompute, samples=batch)
-    seconds = (flops + again) / (nodes.ranks * gpu.peak(level.precision) * mfu)
+    rate = nodes.ranks * gpu.peak(level.precision) * mfu
+    seconds = (flops + again) / rate
     sent = step_bytes(level, config, nodes, micro_batches=micro_batches)
     fits = memory.peak <= gpu.usable
     return LevelOnCluster(
@@ -174,13 +180,19 @@ def _level(
         step_flops=flops,
         step_seconds=seconds,
         launch_bound=seconds < _LAUNCH_SECONDS * level.shape.layers * micro_batches,
-        hours=steps * seconds / 3600,
+        hours=(steps * seconds + (spent - steps * flops) / rate) / 3600,
         parked_bytes=parked,
         sent_bytes=sent,
         sent_rate=sent / seconds,
         summed_bytes=sums_bytes(level, config, micro_batches=micro_batches),
         checkpoint_bytes=3 * MASTER_BYTES * parameter_count(level.shape),
     )
+
+
+def _flops(phases: Sequence[Phase], levels: Sequence[Level], config: RunConfig, level: Level) -> int:
+    """Of all phases that train the level, what a teacher's forward passes cost included."""
+    own = [phase for phase in phases if isinstance(phase, Train) and phase.level == level.index]
+    return sum(phase_cost(phase, levels, config).total for phase in own)
 
 
 def _steps(phases: Sequence[Phase], level: Level) -> int:
@@ -216,7 +228,10 @@ def _transitions(
 ) -> tuple[TransitionOnCluster, ...]:
     found = []
     for index, change in sorted({phase.fine: phase for phase in phases if not isinstance(phase, Train)}.items()):
-        fine, (coarse, _) = levels[index - 1], mapping_of(change, levels, config.operators)
+        fine, mapping = levels[index - 1], mapping_of(change, levels, config.operators)
+        if mapping is None:
+            continue
+        coarse = mapping[0]
         refines = [phase for phase in phases if isinstance(phase, Refine) and phase.fine == index]
         again = any(abs(1 - phase.alpha - phase.beta) > 1e-12 for phase in refines)
         found.append(

@@ -89,8 +89,17 @@ def grow(run: LiveRun, phase: Grow) -> None:
     run.progress.phase(phase.index, str(phase), 1)
     run.finish_save()
     before, loss = run.position.totals, run.known_loss()
-    geometry, kernels = _geometry(run, phase), run.plan.config.operators.kernels
     fault_point("grow.begin")
+    if phase.method == "knowledge_inheritance":
+        _begin_taught(run, phase)
+    else:
+        _gather(run, phase)
+    fault_point("grow.done")
+    _arrived(run, phase, before, loss, None)
+
+
+def _gather(run: LiveRun, phase: Grow) -> None:
+    geometry, kernels = _geometry(run, phase), run.plan.config.operators.kernels
     staged = Staged(master=masters(run.live()))
     average = None if run.average is None else {name: value.cpu() for name, value in run.average.items()}
     run.average = None
@@ -106,8 +115,16 @@ def grow(run: LiveRun, phase: Grow) -> None:
             source, staged = geometry, Staged(master=average)
         taken = new_outputs if second.elements == "new_outputs" else new_layers
         take_copies(run.engine, staged, source, run.mesh, taken, kernels=kernels)
-    fault_point("grow.done")
-    _arrived(run, phase, before, loss, None)
+
+
+def _begin_taught(run: LiveRun, phase: Grow) -> None:
+    """Knowledge Inheritance: the fine level starts from the seed; the coarse one is parked, to teach it."""
+    coarse, name = run.plan.level(phase.coarse), f"parked-{phase.index:02d}-level-{phase.coarse}"
+    save_parked(run.checkpoints / name, masters(run.live()), coarse, run.layout(coarse), run.mesh)
+    fault_point("grow.parked")
+    run.release()
+    run.engine = run.build(run.plan.level(phase.fine), seed=run.plan.config.training.seed)
+    run.position = replace(run.position, parked={**run.position.parked, phase.coarse: name})
 
 
 def _decoalesced_loss(run: LiveRun, fine: Level, staged: Staged, geometry: Geometry) -> float | None:

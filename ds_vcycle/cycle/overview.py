@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
+from ds_vcycle.cycle.costs import phase_cost
 from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train
 from ds_vcycle.cycle.schedule import expand, mapping_of, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
@@ -132,8 +133,9 @@ def overview(config: RunConfig, *, ranks: int | None = None, traffic: bool = Tru
     positions = predicted_positions(levels[0].shape, config.data.mask_probability)
     batch = config.training.global_batch
     costs = {level.index: step_flops(level.shape, samples=batch, predicted_positions=positions) for level in levels}
-    flops, blocks = _total(phases, costs)
-    rows = tuple(_phase(phase, config, costs, flops) for phase in phases)
+    spent = [phase_cost(phase, levels, config) for phase in phases]
+    flops, blocks = sum(cost.total for cost in spent), sum(cost.blocks for cost in spent)
+    rows = tuple(_phase(phase, config, cost, flops) for phase, cost in zip(phases, spent, strict=True))
     flat = config.cycle.flat.steps
     return Overview(
         architecture=config.model.architecture,
@@ -161,14 +163,6 @@ def overview(config: RunConfig, *, ranks: int | None = None, traffic: bool = Tru
 def to_json(plan: Overview) -> dict[str, Any]:
     """The overview as plain values for ``--json``."""
     return asdict(plan)
-
-
-def _total(phases: Sequence[Phase], costs: dict[int, Flops]) -> tuple[int, int]:
-    trained = [phase for phase in phases if isinstance(phase, Train)]
-    return (
-        sum(phase.steps * costs[phase.level].total for phase in trained),
-        sum(phase.steps * costs[phase.level].blocks for phase in trained),
-    )
 
 
 def _level(level: Level, config: RunConfig, cost: Flops, ranks: int | None) -> LevelOverview:
@@ -202,7 +196,10 @@ def _transitions(
     changes = {phase.fine: phase for phase in phases if not isinstance(phase, Train)}
     rows = []
     for fine, change in sorted(changes.items()):
-        coarse, operators = mapping_of(change, levels, config.operators)
+        mapping = mapping_of(change, levels, config.operators)
+        if mapping is None:
+            continue
+        coarse, operators = mapping
         plan = plan_axes(levels[fine - 1], coarse, operators)
         groupings = coarse.groupings
         rows.append(
@@ -235,9 +232,8 @@ def _grouping(axis: AxisMap, grouping: Grouping) -> GroupingOverview:
     )
 
 
-def _phase(phase: Phase, config: RunConfig, costs: dict[int, Flops], total: int) -> PhaseOverview:
+def _phase(phase: Phase, config: RunConfig, cost: Flops, total: int) -> PhaseOverview:
     steps = phase.steps if isinstance(phase, Train) else 0
-    cost = costs[phase.level] if isinstance(phase, Train) else Flops(blocks=0, head=0)
     samples = steps * config.training.global_batch
     return PhaseOverview(
         index=phase.index,
@@ -246,9 +242,9 @@ def _phase(phase: Phase, config: RunConfig, costs: dict[int, Flops], total: int)
         steps=steps,
         samples=samples,
         tokens=samples * config.model.sequence_length,
-        flops=steps * cost.total,
-        flops_blocks=steps * cost.blocks,
-        share=steps * cost.total / total,
+        flops=cost.total,
+        flops_blocks=cost.blocks,
+        share=cost.total / total,
     )
 
 
@@ -258,9 +254,10 @@ def _detail(phase: Phase) -> str:
     if isinstance(phase, Refine):
         return f"alpha {phase.alpha:g}, beta {phase.beta:g}"
     if isinstance(phase, Grow):
-        return "moments anew"
+        return "from the seed" if phase.method == "knowledge_inheritance" else "moments anew"
     until = "" if phase.until_loss is None else f", until loss {phase.until_loss:g}"
-    return _lr_text(phase.lr) + until
+    taught = "" if phase.teacher is None else f", distilled for {phase.distill_steps:,} steps at {phase.temperature:g}"
+    return _lr_text(phase.lr) + taught + until
 
 
 def _lr_text(lr: LrSchedule) -> str:

@@ -16,6 +16,8 @@ class Train:
     """Train ``level`` for ``steps``, or until the held-out loss is at or below ``until_loss``.
 
     ``ema_decay``: of a moving average of the weights that is kept meanwhile, for the growth that follows.
+    ``teacher``: the level whose predictions, at ``temperature``, have a part in the loss of the first
+    ``distill_steps`` steps (baselines/inheritance.py).
     """
 
     index: int
@@ -24,9 +26,13 @@ class Train:
     lr: LrSchedule
     until_loss: float | None = None
     ema_decay: float | None = None
+    teacher: int | None = None
+    distill_steps: int = 0
+    temperature: float | None = None
 
     def __str__(self) -> str:
-        return f"train level {self.level}"
+        taught = "" if self.teacher is None else f", taught by level {self.teacher}"
+        return f"train level {self.level}{taught}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ds_vcycle.checkpoint.recorded import incomplete
 from ds_vcycle.checkpoint.store import Checkpoint, CheckpointError
 from ds_vcycle.config import RunConfig, parse_config
-from ds_vcycle.cycle.phases import Phase, first_difference, from_records
+from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, first_difference, from_records
 from ds_vcycle.cycle.position import position_from
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.operators.axes import plan_axes
@@ -53,7 +53,7 @@ def check_resumable(checkpoint: Checkpoint, config: RunConfig, phases: Sequence[
                 f"{checkpoint.directory}: {key} is {before.get(key)!r} in the run and {wanted.get(key)!r} in the "
                 f"configuration; {remedy}"
             )
-    _check_groups(checkpoint, recorded, config)
+    _check_groups(checkpoint, recorded, config, phases)
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
@@ -68,10 +68,11 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         raise incomplete(checkpoint.directory, error) from error
 
 
-def _check_groups(checkpoint: Checkpoint, recorded: RunConfig, config: RunConfig) -> None:
+def _check_groups(checkpoint: Checkpoint, recorded: RunConfig, config: RunConfig, phases: Sequence[Phase]) -> None:
     """Refuse another tensor-parallel degree where ``local_stack`` would then group other indices together."""
     before, after = resolve_levels(recorded), resolve_levels(config)
-    for index in range(1, len(before)):
+    by_groups = {phase.fine for phase in phases if isinstance(phase, Coalesce | Refine)}  # the growth methods have none
+    for index in sorted(by_groups):
         maps = [plan_axes(levels[index - 1], levels[index], config.operators).axes for levels in (before, after)]
         for axis in maps[0]:
             if maps[0][axis] != maps[1][axis]:

@@ -159,7 +159,7 @@ def _read_run(checkpoint: Checkpoint, config: RunConfig, levels: Sequence[Level]
     root = checkpoint.directory.parent
     parked: dict[int, Fragments] = {}
     for index, name in position.parked.items():
-        if config.cycle.park == "host":
+        if config.cycle.park == "host" and index < position.level:  # a teacher is read when it is needed
             parked[index] = _parked(root / name, config, levels[index - 1])
         else:  # it is read at the refine, perhaps days from now: what is damaged is told now
             _verify_parked(root / name, config, levels[index - 1])

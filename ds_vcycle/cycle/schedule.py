@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ds_vcycle.baselines.growth import Growth, grows_by
+from ds_vcycle.baselines.inheritance import as_teacher
 from ds_vcycle.config import ConfigError, OperatorsConfig, PhaseConfig, PhaseEntry, RunConfig
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Phase, Refine, Train, last_level
 from ds_vcycle.levels import Level, resolve_levels
@@ -42,13 +43,17 @@ def expand(config: RunConfig) -> tuple[Phase, ...]:
 
 def mapping_of(
     change: LevelChange, levels: Sequence[Level], operators: OperatorsConfig
-) -> tuple[Level, OperatorsConfig]:
+) -> tuple[Level, OperatorsConfig] | None:
     """What maps the two levels of a change: the coarse one with the groupings that hold, and the policies.
+
+    None where no weight of the one is made of one of the other by a fixed map.
 
     Raises:
         ConfigError: a growth method cannot make the one of the other.
     """
     coarse = levels[change.coarse - 1]
+    if isinstance(change, Grow) and change.method == "knowledge_inheritance":
+        return None
     if isinstance(change, Grow):
         growth = Growth(method=change.method, arrangement=change.arrangement, seed=change.seed)
         return grows_by(growth, levels[change.fine - 1], coarse)
@@ -113,7 +118,7 @@ def _growth(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
     phases: list[Phase] = [replace(_coarse(config, levels[-1], moved=False), ema_decay=averaged)]
     for level in reversed(levels[:-1]):
         phases.append(_grow(config, level.index))
-        after = _after_going_up(config, level)
+        after = _taught(config, _after_going_up(config, level), levels)
         phases.append(replace(after, ema_decay=averaged) if level.index > 1 else after)
     return phases
 
@@ -130,6 +135,16 @@ def _grow(config: RunConfig, fine: int) -> Refine | Grow:
         arrangement=growth.arrangement if growth.method == "network_expansion" else None,
         seed=config.training.seed if growth.method in ("fpi", "aki") else None,
     )
+
+
+def _taught(config: RunConfig, phase: Train, levels: Sequence[Level]) -> Train:
+    """The phase with the coarser level as its teacher, where the method wants it."""
+    growth = config.cycle.growth
+    if growth.method != "knowledge_inheritance":
+        return phase
+    assert growth.distill_steps is not None
+    teacher = as_teacher(levels[phase.level], levels[phase.level - 1])
+    return replace(phase, teacher=teacher.index, distill_steps=growth.distill_steps, temperature=growth.temperature)
 
 
 def _cycle_from(config: RunConfig, levels: Sequence[Level], top: int, *, gamma: int, moved: bool) -> list[Phase]:

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ds_vcycle.baselines.average import following
+from ds_vcycle.cycle.costs import step_cost
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.pending import PendingStep, read_back
 from ds_vcycle.cycle.phases import Train
 from ds_vcycle.cycle.stopping import Stopped
+from ds_vcycle.cycle.teaching import Lessons, dismiss_teacher
 from ds_vcycle.data.batches import Batch, Prefetcher
 from ds_vcycle.sharding.zero import fragments
-from ds_vcycle.train.flops import predicted_positions, step_flops
 from ds_vcycle.train.loop import AfterStep, LossFunction, language_model_loss, train_step
 from ds_vcycle.train.lr import learning_rate
 
@@ -52,6 +53,7 @@ def train(run: LiveRun, phase: Train) -> None:
                 run.save()
             if stop and not last:
                 raise Stopped
+    dismiss_teacher(run, phase)
 
 
 def _coming_batches(run: LiveRun) -> Prefetcher:
@@ -77,11 +79,10 @@ def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepF
         run.live(), batches, lr=lr, mesh=run.mesh, loss=loss, after_step=after_step, stop=bool(run.flag)
     )
     samples = config.training.global_batch
-    positions = predicted_positions(level.shape, config.data.mask_probability)
     after = before.after_step(
         samples=samples,
         tokens=samples * level.shape.sequence_length,
-        flops=step_flops(level.shape, samples=samples, predicted_positions=positions),
+        flops=step_cost(phase, done, run.plan.levels, config),
         seconds=run.seconds(),
     )
     run.position = replace(run.position, phase_step=done + 1, totals=after)
@@ -92,11 +93,12 @@ def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepF
 
 def step_functions(run: LiveRun, phase: Train) -> StepFunctions:
     """What the steps of a phase minimise, and what follows each: a rival's phases have their own (baselines/)."""
+    loss = language_model_loss if phase.teacher is None else Lessons(run, phase).loss
     if phase.ema_decay is None:
-        return language_model_loss, None
+        return loss, None
     if run.average is None:
         run.average = {f.name: f.master.clone() for f in fragments(run.live())}
-    return language_model_loss, following(run.average, phase.ema_decay)
+    return loss, following(run.average, phase.ema_decay)
 
 
 def _record(run: LiveRun, pending: list[PendingStep]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -10,7 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from ds_vcycle.levels import ModelShape
-from ds_vcycle.model.loss import VocabShard, weighted_cross_entropy
+from ds_vcycle.model.distillation import Teaching, token_losses
+from ds_vcycle.model.loss import VocabShard
 from ds_vcycle.model.options import ACTIVATIONS
 from ds_vcycle.parallel import Mesh
 
@@ -51,6 +54,7 @@ class Bert(BertModel):
         labels: torch.Tensor,
         weights: torch.Tensor,
         sentence_order: torch.Tensor | None = None,
+        teaching: Teaching | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the losses over a micro-batch.
 
@@ -62,19 +66,24 @@ class Bert(BertModel):
             labels: int64 [b, P], the tokens to predict there.
             weights: float32 [b, P].
             sentence_order: int64 [b], 0 in order, 1 swapped; with the sentence-order head only.
+            teaching: what a teacher's :meth:`predictions` are for this batch, if one has a part in the token loss.
 
         Returns:
             (sum of weight x masked-token loss, sum of sentence-order losses or 0): float32 scalars.
         """
         hidden = self.encode(tokens, token_types, padding_mask)
-        index = masked_positions.t()[:, :, None].expand(-1, -1, hidden.shape[2])
-        logits = self.logits(hidden.gather(0, index))
-        lm_sum = weighted_cross_entropy(logits, labels.t(), weights.t(), self.vocab_shard)
+        logits = self._masked_logits(hidden, masked_positions)
+        lm_sum = token_losses(logits, labels.t(), weights.t(), self.vocab_shard, teaching)
         if self.binary_head is None:
             assert sentence_order is None, "this level has no sentence-order head"
             return lm_sum, lm_sum.new_zeros(())
         assert sentence_order is not None
         return lm_sum, functional.cross_entropy(self.order_logits(hidden).float(), sentence_order, reduction="sum")
+
+    def predictions(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits at the predicted positions of a batch, the masked ones: [P, b, padded vocabulary / TP]."""
+        hidden = self.encode(batch["tokens"], batch["token_types"], batch["padding_mask"])
+        return self._masked_logits(hidden, batch["masked_positions"])
 
     def encode(self, tokens: torch.Tensor, token_types: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last norm: [s, b, hidden]."""
@@ -92,6 +101,10 @@ class Bert(BertModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: torch.Tensor = self.output_layer(self.lm_head(hidden_states=hidden), weight=weight)[0]
         return logits
+
+    def _masked_logits(self, hidden: torch.Tensor, masked_positions: torch.Tensor) -> torch.Tensor:
+        index = masked_positions.t()[:, :, None].expand(-1, -1, hidden.shape[2])
+        return self.logits(hidden.gather(0, index))
 
     def order_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Sentence-order logits [b, 2] from the first token's hidden state."""

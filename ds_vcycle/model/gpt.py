@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ds_vcycle.levels import ModelShape
-from ds_vcycle.model.loss import VocabShard, weighted_cross_entropy
+from ds_vcycle.model.distillation import Teaching, token_losses
+from ds_vcycle.model.loss import VocabShard
 from ds_vcycle.parallel import Mesh
 
 
@@ -29,7 +32,7 @@ class Gpt(GPTModel):
         self.vocab_shard = VocabShard.of(shape, mesh)
 
     def forward(
-        self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+        self, tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, teaching: Teaching | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum the loss over a micro-batch.
 
@@ -37,12 +40,17 @@ class Gpt(GPTModel):
             tokens: int64 [b, s].
             labels: int64 [b, s], the token to predict at each position.
             weights: float32 [b, s].
+            teaching: what a teacher's :meth:`predictions` are for this batch, if one has a part in the loss.
 
         Returns:
             (sum of weight x loss, 0): float32 scalars.
         """
-        lm_sum = weighted_cross_entropy(self.logits(tokens), labels.t(), weights.t(), self.vocab_shard)
+        lm_sum = token_losses(self.logits(tokens), labels.t(), weights.t(), self.vocab_shard, teaching)
         return lm_sum, lm_sum.new_zeros(())
+
+    def predictions(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits at the predicted positions of a batch, all of them: [s, b, padded vocabulary / TP]."""
+        return self.logits(batch["tokens"])
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's vocabulary slice, pad columns included: [s, b, padded vocabulary / TP]."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_vcycle.config import UserError
 from ds_vcycle.faults import fault_point
+from ds_vcycle.model.distillation import Teaching
 from ds_vcycle.parallel import Mesh
 from ds_vcycle.sharding.zero import Engine
 from ds_vcycle.train.engine import gradient_norm, set_lr
@@ -57,11 +58,14 @@ class StepResult:
     stop: bool
 
 
-def language_model_loss(engine: Engine, batch: Batch, scale: LossScale) -> Tensor:
-    """Cross entropy of the predicted positions, plus that of the sentence order where the model has the head."""
+def language_model_loss(engine: Engine, batch: Batch, scale: LossScale, teaching: Teaching | None = None) -> Tensor:
+    """Cross entropy of the predicted positions, plus that of the sentence order where the model has the head.
+
+    ``teaching``: mixes a teacher's predictions into the first.
+    """
     positions: Tensor
     sentence_order: Tensor
-    positions, sentence_order = engine(**batch)
+    positions, sentence_order = engine(**batch) if teaching is None else engine(**batch, teaching=teaching)
     return positions * scale.per_weight + sentence_order * scale.per_sample
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,13 +19,30 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 _OWN_KEYS = ("run_dir", "training.seed", "data.seed")  # what a study sets itself
 
 
+class VariantConfig(Section):
+    """One variant: what it overrides, of the group's base or of a base of its own. A list is its overrides alone."""
+
+    base: Path | None = None
+    overrides: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return {"overrides": value} if isinstance(value, list) else value
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it sets, for a report."""
+        return (*(() if self.base is None else (f"base {self.base}",)), *self.overrides)
+
+
 class GroupConfig(Section):
     """Runs that are compared with one of them: each is ``base`` with ``overrides`` and the variant's own."""
 
     base: Path = Field(description="a run's YAML file, as `ds-vcycle train --config` takes it")
     overrides: list[str] = Field(default_factory=list)
     baseline: str = "flat"
-    variants: dict[str, list[str]]
+    variants: dict[str, VariantConfig]
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -33,10 +50,10 @@ class GroupConfig(Section):
             raise ValueError(
                 f"baseline={self.baseline} is no variant ({', '.join(self.variants)}); add it, or set baseline"
             )
-        for name, overrides in self.variants.items():
+        for name, variant in self.variants.items():
             if not _NAME.fullmatch(name):
                 raise ValueError(f"variants.{name}: a name becomes a directory; use letters, digits and _ . + = -")
-            for override in (*self.overrides, *overrides):
+            for override in (*self.overrides, *variant.overrides):
                 if override.partition("=")[0] in _OWN_KEYS:
                     raise ValueError(
                         f"variants.{name}: {override}: the study sets this itself; remove it (seeds: [...])"
@@ -145,17 +162,17 @@ def _baseline_first(group: GroupConfig) -> list[str]:
 
 def _task(study: Study, group: str, variant: str, seed: int) -> Task:
     settings = study.groups[group]
+    own = settings.variants[variant]
+    base = own.base or settings.base
     overrides = [
         *settings.overrides,
-        *settings.variants[variant],
+        *own.overrides,
         f"training.seed={seed}",
         f"data.seed={seed}",
         f"run_dir={study.out / 'runs' / group / f'{variant}-seed-{seed}'}",
     ]
     try:
-        config = load_config(settings.base, overrides)
+        config = load_config(base, overrides)
     except ConfigError as error:
         raise ConfigError(f"groups.{group}.variants.{variant}: {error}") from error
-    return Task(
-        group=group, variant=variant, seed=seed, config=config, arguments=("--config", str(settings.base), *overrides)
-    )
+    return Task(group=group, variant=variant, seed=seed, config=config, arguments=("--config", str(base), *overrides))

@@ -147,17 +147,17 @@ def _compared(study: Study, group: str, tasks: Sequence[Task]) -> SeedComparison
     return compare_variants([(name, of_seed) for name, of_seed in kept.items() if of_seed])
 
 
-def _group(study: Study, name: str, found: SeedComparison) -> GroupSummary:
-    settings = study.groups[name]
+def _group(study: Study, group: str, found: SeedComparison) -> GroupSummary:
+    settings = study.groups[group]
     order = list(settings.variants)
     runs = [_run(seed, row) for seed, comparison in found.comparisons.items() for row in comparison.rows]
     runs.sort(key=lambda run: (run.variant != found.baseline, order.index(run.variant)))
     return GroupSummary(
-        name=name,
+        name=group,
         base=str(settings.base),
         overrides=tuple(settings.overrides),
         baseline=found.baseline,
-        variants={variant: tuple(overrides) for variant, overrides in settings.variants.items()},
+        variants={name: variant.words for name, variant in settings.variants.items()},
         runs=tuple(runs),
         notes=_notes(found.comparisons),
     )

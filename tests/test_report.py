@@ -221,3 +221,14 @@ def test_a_baseline_without_progress_is_refused(tmp_path, flat):
     with pytest.raises(UserError, match="nan: the baseline's final held-out loss is nan"):
         compare([broken, flat])
     assert compare([flat, broken]).rows[1].best_loss == 5.0
+
+
+def test_a_coarse_level_that_is_there_already_is_told(flat, tmp_path):
+    early = [(1, [(10, 6.0)]), (2, [(10, 5.0), (20, 3.9)]), (1, [(0, 3.95), (10, 3.8)])]
+    late = [(1, [(10, 6.0)]), (2, [(10, 5.0), (20, 4.1)]), (1, [(0, 4.2), (10, 3.8)])]
+    runs = [make_run(tmp_path / name, losses, cycle=V_CYCLE) for name, losses in (("early", early), ("late", late))]
+    told = [note for note in compare([flat, *runs]).notes if "would do" in note]
+    # 10 steps of level 1 and 20 of level 2, of the 40 steps that the baseline took
+    assert len(told) == 1 and told[0].startswith(
+        "early: level 2 alone was at 4.0000 after 35.0% of the baseline's FLOPs"
+    )

@@ -166,7 +166,8 @@ def _group(study: Study, group: str, found: SeedComparison) -> GroupSummary:
 def _notes(comparisons: dict[int, Comparison]) -> tuple[str, ...]:
     """What the comparisons of all seeds have to say, each sentence once; those of a single run's chance left out."""
     notes = dict.fromkeys(note for comparison in comparisons.values() for note in comparison.notes)
-    return tuple(note for note in notes if " differs from the baseline in " in note or " planned steps " in note)
+    telling = (" differs from the baseline in ", " planned steps ", " would do; ")
+    return tuple(note for note in notes if any(words in note for words in telling))
 
 
 def _run(seed: int, row: Row) -> RunSummary:

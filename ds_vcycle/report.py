@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,24 @@ from ds_vcycle.cycle.render import count_text, flops_text
 from ds_vcycle.seeds import QUANTITIES, SeedComparison
 
 
-def write(comparison: Comparison, out: Path) -> tuple[Path, Path]:
-    """Write the chart to ``out``.png and the table to ``out``.md; the paths written.
+def write(comparison: Comparison, out: Path) -> tuple[Path, Path, Path]:
+    """Write the chart to ``out``.png, the table to ``out``.md and its values to ``out``.csv; the paths written.
 
     Raises:
         ReportError: ``out`` names no file, or cannot be written.
     """
     _require_name(out)
-    chart, table = out.with_name(out.name + ".png"), out.with_name(out.name + ".md")
+    chart, table, values = (out.with_name(out.name + ending) for ending in (".png", ".md", ".csv"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draw(comparison, chart)
         table.write_text(
             f"{markdown(comparison)}\n![held-out loss against its costs]({chart.name})\n", encoding="utf-8"
         )
+        values.write_text(to_csv(comparison), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
-    return chart, table
+    return chart, table, values
 
 
 def _require_name(out: Path) -> None:
@@ -136,6 +139,20 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             }
         )
     return {"baseline": comparison.baseline, "loss": comparison.loss, "runs": rows, "notes": list(comparison.notes)}
+
+
+def to_csv(comparison: Comparison) -> str:
+    """A row for each run: its losses, its costs in all and to the baseline's loss, its savings; empty: not reached."""
+    out = StringIO()
+    found = to_json(comparison)["runs"]
+    costs = list(found[0]["total"])
+    plain = ["run", "run_dir", "final_loss", "best_loss", *QUANTITIES]
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*plain, *(f"{place}_{cost}" for place in ("total", "reached") for cost in costs)])
+    for run in found:
+        spent = [(run[place] or {}).get(cost) for place in ("total", "reached") for cost in costs]
+        writer.writerow([*(run[key] for key in plain), *spent])
+    return out.getvalue()
 
 
 def _cells(comparison: Comparison) -> list[list[str]]:

@@ -1,4 +1,5 @@
 import copy
+import csv
 import json
 from io import StringIO
 from itertools import pairwise
@@ -163,8 +164,10 @@ def test_table_and_markdown_say_the_same(flat, cycle, tmp_path):
 
 
 def test_the_chart_shows_every_run_in_its_colour(flat, cycle, tmp_path):
-    path, table = write(compare([flat, cycle]), tmp_path / "out" / "two.runs")
+    path, table, values = write(compare([flat, cycle]), tmp_path / "out" / "two.runs")
     assert (path.name, table.name) == ("two.runs.png", "two.runs.md")
+    base, row = csv.DictReader(values.read_text().splitlines())
+    assert (base["saved_flops"], float(row["reached_flops"])) == ("0.0", pytest.approx(10 * 100 + 20 * 20 + 15 * 100))
     assert "| saved FLOPs | baseline | +27.5% |" in table.read_text()
     pixels = np.round(imread(path)[..., :3] * 255).astype(int)
     assert pixels.shape[0] > 600 and pixels.shape[1] > 1000

@@ -109,7 +109,7 @@ def test_the_command_line_prints_and_writes_the_table(tmp_path: Path, capsys: py
     mean = compare_seeds(read_runs([Path(path) for path in paths])).variants[0].savings["saved_flops"]
     assert str(mean) in text and str(mean) in " ".join(printed.split())
     assert sorted(path.name for path in tmp_path.glob("out*")) == [
-        *(f"out-seed-{seed}.{ending}" for seed in (1, 2, 3) for ending in ("md", "png")),
+        *(f"out-seed-{seed}.{ending}" for seed in (1, 2, 3) for ending in ("csv", "md", "png")),
         "out.md",
     ]
     assert cli.run(["compare", *paths, "--out", ".."]) == 2

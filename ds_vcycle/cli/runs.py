@@ -159,7 +159,9 @@ def status(
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; the first is the baseline.")],
     baseline: Annotated[Path | None, typer.Option(help="Another one of them as the baseline.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the plot (.png) and the table (.md) go.")] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="Where plot (.png), table (.md) and values (.csv) go.")] = Path(
+        "runs/compare"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Cost of each run to the baseline's final held-out loss: a table, and a plot of loss against FLOPs.

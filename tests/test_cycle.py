@@ -10,7 +10,7 @@ import pytest
 
 from ds_vcycle.config import RunConfig
 from ds_vcycle.cycle.overview import overview
-from ds_vcycle.cycle.phases import Train
+from ds_vcycle.cycle.phases import Train, steps_at
 from ds_vcycle.cycle.schedule import expand
 from ds_vcycle.train.metrics import (
     EvaluationRecord,
@@ -54,6 +54,11 @@ TAUGHT = {
     "cycle.growth": {"method": "knowledge_inheritance", "distill_steps": 3},
     "cycle.final": {"steps": 5},
     "saving": {"every_steps": 2, "keep_last": 2},
+}
+LEARNED = {
+    **GROWTH,
+    "cycle.growth": {"method": "ligo", "ligo_steps": 5, "ligo_lr": 1e-2},
+    "saving": {"every_steps": 2, "keep_last": 1},
 }
 WIDER = {**DROPOUT, "levels": [{}, {"tensor_parallel": 2}]}  # the coarse level's ranks must begin to draw alike
 
@@ -102,6 +107,9 @@ TWO: dict[str, dict[str, Any]] = {
     "taught": {"tp": 2, "zero_stage": 2, "changes": TAUGHT},
     "taught-zero3": {"tp": 1, "zero_stage": 3, "changes": TAUGHT},
     "taught-bert": {"architecture": "bert", "tp": 2, "changes": TAUGHT},
+    "ligo": {"tp": 2, "zero_stage": 2, "changes": LEARNED},
+    "ligo-zero3": {"tp": 1, "zero_stage": 3, "changes": LEARNED},
+    "ligo-bert": {"architecture": "bert", "tp": 2, "changes": {**LEARNED, **POST, **DROPOUT}},
     "parked-on-disk": {"tp": 2, "zero_stage": 2, "changes": {**LONGER, "cycle.park": "disk"}},
 }
 ALL = [*ONE, *TWO]
@@ -163,7 +171,7 @@ def test_every_step_is_recorded_once_and_costs_what_the_plan_said(done, name):
     for phase in planned.phases:
         own = [record for record in steps if record.phase == phase.index]
         assert [record.phase_step for record in own] == list(range(1, phase.steps + 1))
-        assert {record.level for record in own} <= {getattr(phases[phase.index], "level", None)}
+        assert {record.level for record in own} <= {steps_at(phases[phase.index])[0]}
         assert sum(record.step_tokens for record in own) == phase.tokens
         assert sum(record.step_flops for record in own) == phase.flops
     last = run.records[-1]
@@ -184,7 +192,7 @@ def test_transitions_and_evaluations_come_in_the_order_of_the_phases(done, name)
         for p in wanted
     ]
     evaluated = {(record.phase, record.phase_step) for record in run.of(EvaluationRecord)}
-    assert {(phase.index, 1) for phase in wanted} <= evaluated
+    assert {(phase.index, max(steps_at(phase)[1], 1)) for phase in wanted} <= evaluated
     if name != "until-loss":
         for phase in (p for p in phases if isinstance(p, Train)):
             expected = {(phase.index, step) for step in (*range(every, phase.steps, every), phase.steps)}
@@ -243,7 +251,7 @@ def test_each_change_of_level_records_the_loss_along_it(done, name):
     assert [record.phase for record in found] == [record.phase for record in run.of(TransitionRecord)]
     for record in found:
         before = max(place for place in losses if place < (record.phase, 0))
-        assert (record.before, record.after) == (losses[before], losses[record.phase, 1])
+        assert (record.before, record.after) == (losses[before], losses[record.phase, record.phase_step])
         if record.kind == "coalesce":
             assert record.decoalesced is None
         else:
@@ -274,10 +282,27 @@ def test_a_taught_step_costs_the_teachers_forward_pass_too(done, name):
     assert own[0].loss < own[1].loss < own[2].loss < own[3].loss
 
 
-def test_a_taught_curve_does_not_depend_on_the_layout(done):
+@pytest.mark.parametrize("name", ["ligo", "ligo-zero3", "ligo-bert"])
+def test_steps_that_learn_a_growth_cost_what_the_fine_levels_do(done, name):
+    """4 coarse steps, 5 of the maps through the fine level, 3 fine ones; no sample is seen twice."""
+    run = done[name]
+    steps, [change] = run.of(StepRecord), run.of(TransitionRecord)
+    assert [(record.phase, record.level, record.phase_step) for record in steps] == (
+        [(0, 2, step) for step in range(1, 5)] + [(1, 1, step) for step in range(1, 6)]
+        + [(2, 1, step) for step in range(1, 4)]
+    )  # fmt: skip
+    coarse, fine = steps[0], steps[-1]
+    assert {record.step_flops for record in steps[4:]} == {fine.step_flops} != {coarse.step_flops}
+    assert (fine.flops, fine.tokens) == (4 * coarse.step_flops + 8 * fine.step_flops, 12 * 4 * 32)
+    assert (change.phase_step, change.flops) == (5, 4 * coarse.step_flops + 5 * fine.step_flops)
+    assert change.own_seconds > sum(record.step_seconds for record in steps[4:9])
+    assert steps[8].loss < steps[4].loss
+
+
+@pytest.mark.parametrize("names", [("taught", "taught-zero3"), ("ligo", "ligo-zero3")])
+def test_a_rivals_curve_does_not_depend_on_the_layout(done, names):
     losses = [
-        [record.loss for kind in (StepRecord, EvaluationRecord) for record in done[name].of(kind)]
-        for name in ("taught", "taught-zero3")
+        [record.loss for kind in (StepRecord, EvaluationRecord) for record in done[name].of(kind)] for name in names
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,9 +94,25 @@ _TAUGHT = _CHANGES | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["step@6", pytest.param("grow.parked:1", marks=pytest.mark.full)])
-def test_a_run_killed_while_it_is_taught_reads_its_teacher_again(tmp_path: Path, fault: str) -> None:
-    runs = {name: tiny_run(tmp_path / name, tp=2, changes=_TAUGHT) for name in ("whole", "killed")}
+_LEARNED = _CHANGES | {
+    "cycle.kind": "growth", "cycle.initial": {}, "cycle.growth": {"method": "ligo", "ligo_steps": 4, "ligo_lr": 1e-2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (_TAUGHT, "step@6"),
+        (_LEARNED, "grow.step@3"),
+        pytest.param(_TAUGHT, "grow.parked:1", marks=pytest.mark.full),
+        pytest.param(_LEARNED, "grow.learned:0", marks=pytest.mark.full),
+    ],
+)
+def test_a_rival_killed_while_it_is_taught_or_learns_its_maps_goes_on_with_the_same_bits(
+    tmp_path: Path, changes: dict[str, Any], fault: str
+) -> None:
+    """The teacher is read again; the maps, of which there is no checkpoint, are learned again."""
+    runs = {name: tiny_run(tmp_path / name, tp=2, changes=changes) for name in ("whole", "killed")}
     assert [result.exit_code for result in train(runs["whole"])] == [0, 0]
     killed = train(runs["killed"], fault=fault)
     assert all(result.exit_code for result in killed)

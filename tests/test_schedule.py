@@ -139,6 +139,28 @@ def test_knowledge_inheritance_trains_the_fine_level_with_the_coarser_one_as_its
     assert [teachers_share(step, 4) for step in range(6)] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 
+def test_ligo_learns_its_maps_through_the_fine_level_which_has_to_be_small():
+    growth = {"method": "ligo", "ligo_steps": 7, "ligo_lr": 1e-3}
+    cycle = {"kind": "growth", "coarse": {"steps": 50}, "final": {"steps": 30}, "growth": growth}
+    phases = expand(config(cycle))
+    assert words(phases) == ["train level 2 x 50", "grow level 2 -> 1 (ligo)", "train level 1 x 30"]
+    assert from_records(json.loads(json.dumps(to_records(phases)))) == phases
+    faster = expand(config({**cycle, "growth": {**growth, "ligo_lr": 2e-3}}))
+    assert first_difference(phases, faster) == (
+        "phase 1 (grow level 2 -> 1 (ligo)): map_lr is 0.001 in the run and 0.002 in the configuration"
+    )
+    plan = overview(config(cycle))
+    fine, coarse = (level.step_flops for level in plan.levels)
+    assert [(phase.steps, phase.flops) for phase in plan.phases] == [(50, 50 * coarse), (7, 7 * fine), (30, 30 * fine)]
+    assert plan.samples == 8 * 87 and plan.flops == 50 * coarse + 37 * fine
+    large = {**BASE["model"], "hidden": 2048, "layers": 8, "vocab_size": 50304}
+    with pytest.raises(ConfigError, match=r"method=ligo: level 1 has 505,\d\d\d,\d\d\d parameters, .* at most 400,000"):
+        expand(config(cycle, model=large))
+    for key in ("ligo_steps", "ligo_lr"):
+        with pytest.raises(ConfigError, match=rf"{key}=.* is set, but method=stackbert does not read it"):
+            config({**cycle, "growth": {"method": "stackbert", key: growth[key]}})
+
+
 def test_a_teacher_must_divide_over_its_students_ranks():
     growth = {"method": "knowledge_inheritance", "distill_steps": 12}
     cycle = {"kind": "growth", "coarse": {"steps": 50}, "final": {"steps": 30}, "growth": growth}

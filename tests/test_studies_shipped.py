@@ -65,9 +65,9 @@ def shrunk(config: RunConfig) -> dict[str, Any]:
     for level in tree["levels"]:
         level["steps"] = level.get("steps") and 2
     growth = tree["cycle"]["growth"]
-    for key in ("distill_steps", "ligo_steps"):
-        if growth.get(key):
-            growth[key] = min(growth[key], 2)
+    for method, key in (("knowledge_inheritance", "distill_steps"), ("ligo", "ligo_steps")):
+        if growth["method"] == method:
+            growth[key] = 2
     tree["training"] |= {"global_batch": 4, "micro_batch": 2, "device": "cpu"}
     tree["data"]["path"] = str(tiny_corpus("gpt"))
     tree["evaluation"] |= {"every_steps": 2, "samples": 8, "micro_batch": 4}

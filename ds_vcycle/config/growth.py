@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ds_vcycle.config.section import Section
 
-GrowthMethod = Literal["decoalesce", "stackbert", "fpi", "aki", "network_expansion", "knowledge_inheritance"]
+GrowthMethod = Literal["decoalesce", "stackbert", "fpi", "aki", "network_expansion", "knowledge_inheritance", "ligo"]
 Arrangement = Literal["insert", "stack"]
 
 
@@ -17,7 +17,7 @@ class GrowthConfig(Section):
 
     ``arrangement`` and ``ema_decay`` are Network Expansion's: where the new layers go, and of which average of the
     weights they are copies. ``distill_steps`` and ``temperature`` are Knowledge Inheritance's, for every level that a
-    coarser one teaches.
+    coarser one teaches. ``ligo_steps`` and ``ligo_lr`` are LiGO's, whose maps between two levels are learned.
     """
 
     method: GrowthMethod = "decoalesce"
@@ -27,11 +27,14 @@ class GrowthConfig(Section):
         None, ge=1, description="knowledge_inheritance: steps in which the teacher's part of the loss falls from 1 to 0"
     )
     temperature: float = Field(2.0, gt=0, description="knowledge_inheritance: of the teacher's and student's logits")
+    ligo_steps: int = Field(100, ge=1, description="ligo: steps that learn the maps, through the fine level")
+    ligo_lr: float = Field(2e-4, gt=0, description="ligo: learning rate of the maps, constant")
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> Self:
         readers = {"arrangement": ("network_expansion",), "ema_decay": ("network_expansion",)}
         readers |= {"distill_steps": ("knowledge_inheritance",), "temperature": ("knowledge_inheritance",)}
+        readers |= {"ligo_steps": ("ligo",), "ligo_lr": ("ligo",)}
         for key, methods in readers.items():
             value = getattr(self, key)
             if self.method not in methods and value != GrowthConfig.model_fields[key].default:

@@ -11,7 +11,7 @@ from ds_vcycle.cycle.costs import phase_cost
 from ds_vcycle.cycle.gpu import Gpu
 from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
-from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train
+from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train, steps_at
 from ds_vcycle.cycle.remedies import Room, changes_that_fit
 from ds_vcycle.cycle.schedule import expand, mapping_of
 from ds_vcycle.levels import Level, data_parallel, lowered_micro_batch, resolve_levels
@@ -190,13 +190,12 @@ def _level(
 
 
 def _flops(phases: Sequence[Phase], levels: Sequence[Level], config: RunConfig, level: Level) -> int:
-    """Of all phases that train the level, what a teacher's forward passes cost included."""
-    own = [phase for phase in phases if isinstance(phase, Train) and phase.level == level.index]
-    return sum(phase_cost(phase, levels, config).total for phase in own)
+    """Of all steps at the level, what a teacher's forward passes cost included."""
+    return sum(phase_cost(phase, levels, config).total for phase in phases if steps_at(phase)[0] == level.index)
 
 
 def _steps(phases: Sequence[Phase], level: Level) -> int:
-    return sum(phase.steps for phase in phases if isinstance(phase, Train) and phase.level == level.index)
+    return sum(steps for at, steps in map(steps_at, phases) if at == level.index)
 
 
 def _parked(config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase], nodes: Nodes) -> Mapping[int, int]:

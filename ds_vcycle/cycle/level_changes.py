@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TypedDict
 
 from ds_vcycle.baselines.growth import second_source
+from ds_vcycle.cycle.learned_growth import grow_learned
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Refine, kind_of
 from ds_vcycle.cycle.saving import initial_fragments, read_parked, save_parked
@@ -86,12 +87,14 @@ def refine(run: LiveRun, phase: Refine) -> None:
 
 def grow(run: LiveRun, phase: Grow) -> None:
     """Go up one level as a rival does it (baselines/): weights by its own plan, Adam's moments anew."""
-    run.progress.phase(phase.index, str(phase), 1)
+    run.progress.phase(phase.index, str(phase), max(phase.map_steps, 1))
     run.finish_save()
     before, loss = run.position.totals, run.known_loss()
     fault_point("grow.begin")
     if phase.method == "knowledge_inheritance":
         _begin_taught(run, phase)
+    elif phase.method == "ligo":
+        grow_learned(run, phase)
     else:
         _gather(run, phase)
     fault_point("grow.done")
@@ -149,7 +152,7 @@ def _kept(run: LiveRun, phase: Refine, level: Level) -> Fragments:
 def _arrived(run: LiveRun, phase: LevelChange, before: Totals, loss: float, decoalesced: float | None) -> None:
     """A change of level is done: record its cost, and the held-out loss before, within and after it."""
     level = phase.coarse if isinstance(phase, Coalesce) else phase.fine
-    run.position = replace(run.position, level=level, phase_step=1)
+    run.position = replace(run.position, level=level, phase_step=max(run.position.phase_step, 1))
     run.count_seconds()
     place, after = run.position.place, run.position.totals
     change: Change = {"kind": kind_of(phase), "fine": phase.fine, "coarse": phase.coarse}

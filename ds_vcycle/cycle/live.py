@@ -188,12 +188,16 @@ class LiveRun:
     def build(self, level: Level, seed: int | None = None) -> Engine:
         """The level's engine; without a seed its weights are to be filled."""
         config = self.plan.config
-        mesh = mesh_for(level.tensor_parallel)
-        if mesh is not self.mesh:  # other ranks than before must draw the same dropout now
-            seed_ranks(config.training.seed + 1 + self.position.phase, mesh)
-        self.mesh = mesh
+        self.enter(level)
         model = build_model(level, config.model, mesh=self.mesh, seed=seed)
         return build_engine(model, level, config, self.mesh)
+
+    def enter(self, level: Level) -> None:
+        """Take the mesh of a level; ranks that are another's tensor-parallel peers now draw the same dropout."""
+        mesh = mesh_for(level.tensor_parallel)
+        if mesh is not self.mesh:
+            seed_ranks(self.plan.config.training.seed + 1 + self.position.phase, mesh)
+        self.mesh = mesh
 
     def release(self) -> None:
         """Free the engine, before another is built."""

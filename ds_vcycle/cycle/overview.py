@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
 from ds_vcycle.cycle.costs import phase_cost
-from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train
+from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train, steps_at
 from ds_vcycle.cycle.schedule import expand, mapping_of, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
 from ds_vcycle.operators.axes import plan_axes
@@ -233,7 +233,7 @@ def _grouping(axis: AxisMap, grouping: Grouping) -> GroupingOverview:
 
 
 def _phase(phase: Phase, config: RunConfig, cost: Flops, total: int) -> PhaseOverview:
-    steps = phase.steps if isinstance(phase, Train) else 0
+    _, steps = steps_at(phase)
     samples = steps * config.training.global_batch
     return PhaseOverview(
         index=phase.index,
@@ -254,6 +254,8 @@ def _detail(phase: Phase) -> str:
     if isinstance(phase, Refine):
         return f"alpha {phase.alpha:g}, beta {phase.beta:g}"
     if isinstance(phase, Grow):
+        if phase.map_lr is not None:
+            return f"maps learned at lr {phase.map_lr:g}"
         return "from the seed" if phase.method == "knowledge_inheritance" else "moments anew"
     until = "" if phase.until_loss is None else f", until loss {phase.until_loss:g}"
     taught = "" if phase.teacher is None else f", distilled for {phase.distill_steps:,} steps at {phase.temperature:g}"

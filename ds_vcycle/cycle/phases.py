@@ -76,7 +76,8 @@ class Refine:
 class Grow:
     """Go up from level ``coarse`` to ``fine``, where the cycle has never been, as another paper does (baselines/).
 
-    ``arrangement``: Network Expansion's. ``seed``: draws what bert2BERT copies.
+    ``arrangement``: Network Expansion's. ``seed``: draws what bert2BERT copies, and the beginning of LiGO's maps.
+    ``map_steps``, ``map_lr``: how long LiGO learns its maps, on the fine level's loss, and how fast.
     """
 
     index: int
@@ -85,6 +86,8 @@ class Grow:
     method: GrowthMethod
     arrangement: Arrangement | None = None
     seed: int | None = None
+    map_steps: int = 0
+    map_lr: float | None = None
 
     def __str__(self) -> str:
         return f"grow level {self.coarse} -> {self.fine} ({self.method})"
@@ -100,6 +103,13 @@ def kind_of(phase: LevelChange) -> TransitionKind:
     if isinstance(phase, Coalesce):
         return "coalesce"
     return "refine" if isinstance(phase, Refine) else "grow"
+
+
+def steps_at(phase: Phase) -> tuple[int, int]:
+    """The level that a phase's steps run through, and how many they are at most; a growth method may learn, too."""
+    if isinstance(phase, Train):
+        return phase.level, phase.steps
+    return phase.fine, phase.map_steps if isinstance(phase, Grow) else 0
 
 
 def first_level(phases: Sequence[Phase]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_vcycle.cycle.checks import RunPlan
 from ds_vcycle.cycle.journal import Journal, Pace
-from ds_vcycle.cycle.phases import Phase, Train
+from ds_vcycle.cycle.phases import Phase, steps_at
 from ds_vcycle.cycle.position import Position
 from ds_vcycle.train.flops import predicted_positions, step_flops
 
@@ -46,14 +46,14 @@ class Reporter:
         if not (at_once or self._journal.due()):
             return
         phase = self._phases[position.phase]
-        steps = phase.steps if isinstance(phase, Train) else 1
+        _, steps = steps_at(phase)
         self._journal.beat(
             {
                 **_where(position),
                 "of": len(self._phases),
                 "title": str(phase),
-                "phase_steps": steps,
-                "steps": sum(each.steps for each in self._phases if isinstance(each, Train)),
+                "phase_steps": max(steps, 1),
+                "steps": sum(steps_at(each)[1] for each in self._phases),
                 "loss": self._loss,
                 "held_out": held_out,
                 "step_seconds": self._pace.seconds(position.level),
@@ -67,9 +67,10 @@ def remaining_steps(phases: Sequence[Phase], position: Position) -> dict[int, in
     """Steps left to do by level, the most there can be (``until_loss`` may end a phase before)."""
     left: dict[int, int] = {}
     for phase in phases[position.next_phase :]:
-        if isinstance(phase, Train):
+        level, steps = steps_at(phase)
+        if steps:
             done = position.phase_step if phase.index == position.phase else 0
-            left[phase.level] = left.get(phase.level, 0) + phase.steps - done
+            left[level] = left.get(level, 0) + steps - done
     return left
 
 

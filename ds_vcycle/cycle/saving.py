@@ -144,6 +144,12 @@ def initial_fragments(config: RunConfig, level: Level, names: Container[str] | N
     return held
 
 
+def fragments_of(slices: Mapping[str, Tensor], level: Level, layout: Layout, mesh: Mesh) -> Fragments:
+    """This rank's fragments of a level, on the host, from its tensor-parallel slices of all parameters."""
+    held = rank_placements(parameters(level.shape), layout, mesh.rank)
+    return {p.name: slices[p.name].reshape(-1)[p.start : p.start + p.length].cpu().clone() for p in held}
+
+
 def read_parked(directory: Path, config: RunConfig, level: Level) -> Fragments:
     """A parked level's fragments of this rank from the disk. Collective: all ranks return, or all raise.
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ds_vcycle.baselines.growth import Growth, grows_by
 from ds_vcycle.baselines.inheritance import as_teacher
+from ds_vcycle.baselines.learned import check_learnable
 from ds_vcycle.config import ConfigError, OperatorsConfig, PhaseConfig, PhaseEntry, RunConfig
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Phase, Refine, Train, last_level
 from ds_vcycle.levels import Level, resolve_levels
@@ -52,7 +53,7 @@ def mapping_of(
         ConfigError: a growth method cannot make the one of the other.
     """
     coarse = levels[change.coarse - 1]
-    if isinstance(change, Grow) and change.method == "knowledge_inheritance":
+    if isinstance(change, Grow) and change.method in ("knowledge_inheritance", "ligo"):
         return None
     if isinstance(change, Grow):
         growth = Growth(method=change.method, arrangement=change.arrangement, seed=change.seed)
@@ -117,6 +118,8 @@ def _growth(config: RunConfig, levels: Sequence[Level]) -> list[Phase]:
     averaged = growth.ema_decay if growth.method == "network_expansion" else None
     phases: list[Phase] = [replace(_coarse(config, levels[-1], moved=False), ema_decay=averaged)]
     for level in reversed(levels[:-1]):
+        if growth.method == "ligo":
+            check_learnable(level)
         phases.append(_grow(config, level.index))
         after = _taught(config, _after_going_up(config, level), levels)
         phases.append(replace(after, ema_decay=averaged) if level.index > 1 else after)
@@ -127,13 +130,16 @@ def _grow(config: RunConfig, fine: int) -> Refine | Grow:
     growth = config.cycle.growth
     if growth.method == "decoalesce":
         return _refine(config, fine, kept="seed")
+    learned = growth.method == "ligo"
     return Grow(
         index=0,
         fine=fine,
         coarse=fine + 1,
         method=growth.method,
         arrangement=growth.arrangement if growth.method == "network_expansion" else None,
-        seed=config.training.seed if growth.method in ("fpi", "aki") else None,
+        seed=config.training.seed if growth.method in ("fpi", "aki", "ligo") else None,
+        map_steps=growth.ligo_steps if learned else 0,
+        map_lr=growth.ligo_lr if learned else None,
     )
 
 

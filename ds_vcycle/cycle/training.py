@@ -15,8 +15,10 @@ from ds_vcycle.cycle.phases import Train
 from ds_vcycle.cycle.stopping import Stopped
 from ds_vcycle.cycle.teaching import Lessons, dismiss_teacher
 from ds_vcycle.data.batches import Batch, Prefetcher
+from ds_vcycle.levels import Level
 from ds_vcycle.sharding.zero import fragments
-from ds_vcycle.train.loop import AfterStep, LossFunction, language_model_loss, train_step
+from ds_vcycle.train.flops import Flops
+from ds_vcycle.train.loop import AfterStep, LossFunction, StepResult, language_model_loss, train_step
 from ds_vcycle.train.lr import learning_rate
 
 StepFunctions: TypeAlias = tuple[LossFunction, AfterStep | None]
@@ -33,7 +35,7 @@ def train(run: LiveRun, phase: Train) -> None:
     pending: list[PendingStep] = []
     run.progress.phase(phase.index, str(phase), phase.steps, run.position.phase_step)
     functions = step_functions(run, phase)
-    with _coming_batches(run) as coming:
+    with coming_batches(run, run.plan.level(run.position.level)) as coming:
         while run.position.phase_step < phase.steps:
             done = _step(run, phase, next(coming), functions)
             pending.append(done)
@@ -44,7 +46,7 @@ def train(run: LiveRun, phase: Train) -> None:
             evaluating = last or step % config.evaluation.every_steps == 0
             saving = config.saving.every_steps and step % config.saving.every_steps == 0
             if stop or saving or evaluating or step % config.logging.every_steps == 0:
-                _record(run, pending)
+                record_steps(run, pending)
             if evaluating:
                 run.evaluate()
                 if phase.until_loss is not None and run.held_out <= phase.until_loss:
@@ -56,9 +58,8 @@ def train(run: LiveRun, phase: Train) -> None:
     dismiss_teacher(run, phase)
 
 
-def _coming_batches(run: LiveRun) -> Prefetcher:
-    """The batches of the live level's coming steps, made ahead of time; they depend on the data position only."""
-    level = run.plan.level(run.position.level)
+def coming_batches(run: LiveRun, level: Level) -> Prefetcher:
+    """The batches of a level's coming steps, made ahead of time; they depend on the data position only."""
     return Prefetcher(
         run.plan.training,
         position=run.position.totals.samples,
@@ -71,21 +72,23 @@ def _coming_batches(run: LiveRun) -> Prefetcher:
 
 def _step(run: LiveRun, phase: Train, batches: Sequence[Batch], functions: StepFunctions) -> PendingStep:
     """One optimizer step; its values stay on the device."""
-    config, level = run.plan.config, run.plan.level(run.position.level)
-    before, done = run.position.totals, run.position.phase_step
+    done = run.position.phase_step
     lr = learning_rate(phase.lr, done)
     loss, after_step = functions
     result = train_step(
         run.live(), batches, lr=lr, mesh=run.mesh, loss=loss, after_step=after_step, stop=bool(run.flag)
     )
-    samples = config.training.global_batch
+    return count_step(run, result, lr=lr, flops=step_cost(phase, done, run.plan.levels, run.plan.config))
+
+
+def count_step(run: LiveRun, result: StepResult, *, lr: float, flops: Flops) -> PendingStep:
+    """A step has been done at the run's level: its costs are counted, its values stay on the device."""
+    config, level = run.plan.config, run.plan.level(run.position.level)
+    before, samples = run.position.totals, config.training.global_batch
     after = before.after_step(
-        samples=samples,
-        tokens=samples * level.shape.sequence_length,
-        flops=step_cost(phase, done, run.plan.levels, config),
-        seconds=run.seconds(),
+        samples=samples, tokens=samples * level.shape.sequence_length, flops=flops, seconds=run.seconds()
     )
-    run.position = replace(run.position, phase_step=done + 1, totals=after)
+    run.position = replace(run.position, phase_step=run.position.phase_step + 1, totals=after)
     run.reporter.step(level.index, after.seconds - before.seconds)
     run.beat()
     return PendingStep(place=run.position.place, result=result, lr=lr, before=before, after=after)
@@ -101,7 +104,7 @@ def step_functions(run: LiveRun, phase: Train) -> StepFunctions:
     return loss, following(run.average, phase.ema_decay)
 
 
-def _record(run: LiveRun, pending: list[PendingStep]) -> None:
+def record_steps(run: LiveRun, pending: list[PendingStep]) -> None:
     """Read the pending steps back from the device, refuse what is not finite, record them, and empty the list.
 
     Raises:

@@ -27,7 +27,7 @@ def initial_slice(
         inner.fill_(1)
     elif parameter.initial != "zero":
         scale = std / math.sqrt(2 * layers) if parameter.initial == "scaled_normal" else std
-        inner.copy_(torch.randn(real, generator=_generator(seed, parameter.name)).mul_(scale))
+        inner.copy_(torch.randn(real, generator=generator_of(seed, parameter.name)).mul_(scale))
     for dim in range(whole.dim()):
         ranges = parameter.global_ranges(dim, tp_size, tp_rank)
         whole = torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim=dim)
@@ -52,6 +52,7 @@ def fill_initial(
             named[parameter.name].copy_(value)
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """A generator that depends on the seed and a name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -111,6 +111,11 @@ def train_step(
     return StepResult(loss=total, grad_norm=gradient_norm(engine), stop=stopping)
 
 
+def global_weight(batches: Sequence[Batch], mesh: Mesh) -> float:
+    """The weight of a global batch, from each data-parallel rank's micro-batches. Collective over all ranks."""
+    return _agree(batches, False, mesh)[0]
+
+
 def _agree(batches: Sequence[Batch], stop: bool, mesh: Mesh) -> tuple[float, bool]:
     """(weight of the global batch, whether any rank was asked to stop): one small all-reduce between hosts."""
     mine = torch.stack([batch["weights"].double().sum() for batch in batches]).sum()

@@ -57,7 +57,7 @@ class Totals:
 class Place:
     """Where in the run: phase ``index``, level trained, steps of the run and of the phase that are done.
 
-    A transition has no steps; done, it counts as ``phase_step`` 1.
+    A transition has no steps; done, it counts as ``phase_step`` 1. One that is learned has its steps.
     """
 
     phase: int

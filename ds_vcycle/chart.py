@@ -64,7 +64,7 @@ def draw_bars(axes: Axes, savings: Mapping[str, Mapping[str, Spread]], *, colour
             if spread.deviation:
                 axes.errorbar(100 * spread.mean, row + offset, xerr=100 * spread.deviation, color="black", capsize=3)
     axes.set_yticks(range(len(savings)), list(savings))
-    axes.invert_yaxis()
+    axes.set_ylim(len(savings) - 0.4, -0.6)
     axes.axvline(0, color="black", lw=0.8)
     axes.set_xlabel("saved, % of the baseline's cost (full: FLOPs; pale: wall time)")
     _plain(axes)

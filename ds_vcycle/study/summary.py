@@ -164,10 +164,13 @@ def _group(study: Study, group: str, found: SeedComparison) -> GroupSummary:
 
 
 def _notes(comparisons: dict[int, Comparison]) -> tuple[str, ...]:
-    """What the comparisons of all seeds have to say, each sentence once; those of a single run's chance left out."""
-    notes = dict.fromkeys(note for comparison in comparisons.values() for note in comparison.notes)
-    telling = (" differs from the baseline in ", " planned steps ", " would do; ")
-    return tuple(note for note in notes if any(words in note for words in telling))
+    """What the comparisons have to say of single variants, each once: the first seed's words where seeds say alike."""
+    found: dict[str, str] = {}
+    for note in (note for comparison in comparisons.values() for note in comparison.notes):
+        for words in (" differs from the baseline in ", " planned steps ", " alone was at "):
+            if words in note:
+                found.setdefault(note.partition(words)[0] + words, note)
+    return tuple(found.values())
 
 
 def _run(seed: int, row: Row) -> RunSummary:

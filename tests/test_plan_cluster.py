@@ -14,7 +14,7 @@ from rich.console import Console
 from ds_vcycle import cli
 from ds_vcycle.config import ConfigError, RunConfig, UserError, load_config
 from ds_vcycle.cycle.cluster import ClusterOverview, divided, on_cluster
-from ds_vcycle.cycle.gpu import gpu_of, memory_of, shares_of
+from ds_vcycle.cycle.gpu import RESERVE, gpu_of, memory_of, shares_of
 from ds_vcycle.cycle.network import Nodes, step_bytes, transition_bytes
 from ds_vcycle.cycle.render_cluster import render_cluster, render_sizes
 from ds_vcycle.levels import resolve_levels
@@ -57,6 +57,25 @@ def test_hours_are_flops_over_what_the_gpus_reach() -> None:
     assert found.hours == fine.hours + coarse.hours
     assert found.flat_hours == pytest.approx(300_000 * fine.step_seconds / 3600)
     assert (fine.tokens, coarse.tokens) == (168_000 * tokens, 150_000 * tokens)
+
+
+def test_a_teacher_takes_time_and_memory() -> None:
+    growth = "{method: knowledge_inheritance, distill_steps: 60000}"
+    small = "training.micro_batch=16"
+    kind = (small, "cycle.kind=growth", "cycle.initial={}", f"cycle.growth={growth}")
+    found, plain = planned("bert_large_2level.yaml", 4, *kind), planned("bert_large_2level.yaml", 4, small)
+    fine, coarse = found.levels
+    assert coarse.hours == pytest.approx(150_000 * coarse.step_seconds / 3600)
+    assert fine.hours == pytest.approx((157_000 * fine.step_seconds + 60_000 * coarse.step_seconds / 3) / 3600)
+    hidden, ffn, vocab = 512, 2048, 30592
+    layer = 4 * hidden**2 + 4 * hidden + 2 * hidden * ffn + hidden + ffn + 4 * hidden
+    teacher = 12 * layer + (vocab + 128 + 2) * hidden + 2 * hidden + hidden**2 + 3 * hidden + vocab
+    logits = 4 * fine.micro_batch * 20 * vocab
+    assert (fine.teacher_bytes, coarse.teacher_bytes) == (2 * teacher + 5 * logits, 0)
+    assert fine.memory == plain.levels[0].memory and plain.levels[0].teacher_bytes == 0
+    assert f"Level 1's teacher takes at most {fine.teacher_bytes / 1e9:.2f} GB more" in printed(found)
+    room = (fine.memory.peak + fine.teacher_bytes / 2) / 1e9 / (1 - RESERVE)
+    assert not planned("bert_large_2level.yaml", 4, *kind, gpu=gpu_of("A100", f"{room}GB")).levels[0].fits
 
 
 def test_recompute_and_precision_cost_time() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ds_vcycle.baselines.inheritance import as_teacher
 from ds_vcycle.config import ConfigError, LevelConfig, RunConfig
+from ds_vcycle.cycle.activations import ELEMENT_BYTES
 from ds_vcycle.cycle.costs import phase_cost
 from ds_vcycle.cycle.gpu import Gpu
-from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, rank_memory
+from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, local_elements, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
 from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train, steps_at
 from ds_vcycle.cycle.remedies import Room, changes_that_fit
@@ -24,6 +26,8 @@ _LAUNCH_SECONDS = 5e-4  # a layer, forward and backward: some hundred kernels, a
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelOnCluster:
     """One level on the cluster. Times are computing alone: they hold while the network keeps up.
+
+    ``teacher_bytes``: of a GPU, on top of ``memory``, while a coarser level teaches this one (0 without).
 
     ``launch_bound``: whether a step's products take less time than launching its kernels, so that it will last longer.
 
@@ -42,6 +46,7 @@ class LevelOnCluster:
     micro_batches: int
     within_node: bool
     memory: RankMemory
+    teacher_bytes: int
     fits: bool
     changes: tuple[str, ...]
     steps: int
@@ -107,7 +112,7 @@ def on_cluster(config: RunConfig, nodes: Nodes, gpu: Gpu, mfu: Sequence[float]) 
     rows = tuple(
         _level(
             level, config, nodes, gpu, mfu=shares[level.index - 1], steps=_steps(phases, level),
-            spent=spent[level.index], parked=parked.get(level.index, 0),
+            spent=spent[level.index], parked=parked.get(level.index, 0), taught=_teacher(phases, levels, config, level),
         )
         for level in levels
     )  # fmt: skip
@@ -152,7 +157,16 @@ def to_json(found: ClusterOverview) -> dict[str, Any]:
 
 
 def _level(
-    level: Level, config: RunConfig, nodes: Nodes, gpu: Gpu, *, mfu: float, steps: int, spent: int, parked: int
+    level: Level,
+    config: RunConfig,
+    nodes: Nodes,
+    gpu: Gpu,
+    *,
+    mfu: float,
+    steps: int,
+    spent: int,
+    parked: int,
+    taught: int,
 ) -> LevelOnCluster:
     batch = config.training.global_batch
     ranks, micro_batches = data_parallel(level, world_size=nodes.ranks, global_batch=batch)
@@ -163,7 +177,8 @@ def _level(
     rate = nodes.ranks * gpu.peak(level.precision) * mfu
     seconds = (flops + again) / rate
     sent = step_bytes(level, config, nodes, micro_batches=micro_batches)
-    fits = memory.peak <= gpu.usable
+    room = gpu.usable - taught
+    fits = memory.peak <= room
     return LevelOnCluster(
         index=level.index,
         tensor_parallel=level.tensor_parallel,
@@ -173,8 +188,9 @@ def _level(
         micro_batches=micro_batches,
         within_node=nodes.hold(level.tensor_parallel),
         memory=memory,
+        teacher_bytes=taught,
         fits=fits,
-        changes=() if fits else changes_that_fit(level, config, Room(nodes=nodes, bytes=gpu.usable)),
+        changes=() if fits else changes_that_fit(level, config, Room(nodes=nodes, bytes=room)),
         steps=steps,
         tokens=steps * batch * level.shape.sequence_length,
         step_flops=flops,
@@ -187,6 +203,19 @@ def _level(
         summed_bytes=sums_bytes(level, config, micro_batches=micro_batches),
         checkpoint_bytes=3 * MASTER_BYTES * parameter_count(level.shape),
     )
+
+
+def _teacher(phases: Sequence[Phase], levels: Sequence[Level], config: RunConfig, level: Level) -> int:
+    """What a level's teacher takes of a GPU: its weights, and five fp32 copies of both levels' logits at most."""
+    teachers = {phase.teacher for phase in phases if isinstance(phase, Train) and phase.level == level.index}
+    most = 0
+    for index in teachers - {None}:
+        assert index is not None
+        teacher = as_teacher(levels[index - 1], level)
+        positions = level.micro_batch * predicted_positions(level.shape, config.data.mask_probability)
+        logits = positions * level.shape.padded_vocab // level.tensor_parallel
+        most = max(most, ELEMENT_BYTES[teacher.precision] * local_elements(teacher) + 5 * MASTER_BYTES * logits)
+    return most
 
 
 def _flops(phases: Sequence[Phase], levels: Sequence[Level], config: RunConfig, level: Level) -> int:

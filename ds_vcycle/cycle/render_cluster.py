@@ -92,6 +92,9 @@ def _render_verdict(found: ClusterOverview, console: Console) -> None:
         highlight=False,
     )
     for level in found.levels:
+        if level.teacher_bytes:
+            more = f"{level.teacher_bytes / 1e9:.2f} GB more, while it is there"
+            console.print(f"Level {level.index}'s teacher takes at most {more}.", highlight=False)
         if level.fits:
             continue
         console.print(f"[red]Level {level.index} does not fit.[/] With one of:", highlight=False)

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -144,16 +145,18 @@ class _Job:
     host_group: dist.ProcessGroup
     groups: dict[tuple[int, ...], dist.ProcessGroup]
     meshes: dict[int, Mesh]
+    patience: timedelta
 
 
 _job: _Job | None = None
 
 
-def init_distributed(device: str = "auto") -> torch.device:
+def init_distributed(device: str = "auto", timeout_seconds: float = 600) -> torch.device:
     """Join the job's process group, or be a job of one process if no launcher started this one; idempotent.
 
     Args:
         device: ``"auto"`` (CUDA if there is any), ``"cpu"`` or ``"cuda"``.
+        timeout_seconds: how long ranks wait for each other in a collective before it is an error.
 
     Raises:
         UserError: CUDA is asked for and there is none.
@@ -164,23 +167,25 @@ def init_distributed(device: str = "auto") -> torch.device:
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise UserError("training.device=cuda: torch finds no CUDA device; set training.device=cpu or auto")
-    if cuda and torch.cuda.device_count() == 1:
+    on_cuda = cuda and device != "cpu"
+    if on_cuda and torch.cuda.device_count() == 1:
         os.environ["LOCAL_RANK"] = "0"  # Slurm may show each task its own GPU only
-    place = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if cuda and device != "cpu"
-        else torch.device("cpu")
-    )
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is first imported
         _replace_cuda_functions()
-    _start_process_group("nccl" if place.type == "cuda" else "gloo")
-    host_group = dist.group.WORLD if place.type == "cpu" else dist.new_group(backend="gloo")
+    patience = timedelta(seconds=timeout_seconds)
+    _start_process_group("nccl" if place.type == "cuda" else "gloo", patience)
+    host_group = dist.group.WORLD if place.type == "cpu" else dist.new_group(backend="gloo", timeout=patience)
     assert host_group is not None and dist.group.WORLD is not None
     _job = _Job(
-        device=place, host_group=host_group, groups={tuple(range(dist.get_world_size())): dist.group.WORLD}, meshes={}
+        device=place,
+        host_group=host_group,
+        groups={tuple(range(dist.get_world_size())): dist.group.WORLD},
+        meshes={},
+        patience=patience,
     )
     return place
 
@@ -308,7 +313,7 @@ def _derived_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 1
 
 
-def _start_process_group(backend: str) -> None:
+def _start_process_group(backend: str, patience: timedelta) -> None:
     import deepspeed  # after DS_ACCELERATOR is settled
 
     if backend == "gloo" and deepspeed.accelerator.get_accelerator().device_name() != "cpu":
@@ -319,13 +324,13 @@ def _start_process_group(backend: str) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize insists on it
     if not dist.is_initialized() and "RANK" not in os.environ:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)  # 0: any free port
-    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=patience)
 
 
 def _group(job: _Job, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of ``ranks``, built at most once. Collective over all ranks, but for single ones."""
     if ranks not in job.groups:
-        job.groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=len(ranks) == 1)
+        job.groups[ranks] = dist.new_group(list(ranks), timeout=job.patience, use_local_synchronization=len(ranks) == 1)
     return job.groups[ranks]
 
 

@@ -18,7 +18,19 @@ from ds_vcycle.config import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 DEMO = str(CONFIGS / "demo_gpt.yaml")
-VERBS = ("prepare", "plan", "train", "status", "compare", "coalesce", "refine", "convert", "inspect")
+VERBS = (
+    "shuffle",
+    "prepare",
+    "plan",
+    "train",
+    "launch",
+    "status",
+    "compare",
+    "coalesce",
+    "refine",
+    "convert",
+    "inspect",
+)
 
 
 @pytest.fixture(autouse=True)

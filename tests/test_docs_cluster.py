@@ -44,5 +44,5 @@ def test_a_block_shows_what_its_command_prints(command: str, shown: str, monkeyp
 
 
 def test_named_files_are_there() -> None:
-    named = set(re.findall(r"`((?:configs|tests)/[\w.]+)`", PAGE))
+    named = set(re.findall(r"`((?:configs|tests|slurm)/[\w.]+)`", PAGE))
     assert len(named) >= 7 and all((ROOT / name).is_file() for name in named)

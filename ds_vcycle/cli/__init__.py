@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from ds_vcycle import __version__
-from ds_vcycle.cli import checkpoints, runs, studies
+from ds_vcycle.cli import checkpoints, launches, runs, shuffles, studies
 from ds_vcycle.config import UserError
 from ds_vcycle.slurm import launch_environment
 
@@ -40,10 +40,11 @@ blended with what was kept, and trained on. The usual order of commands:
 """,
 )
 for verb in (
-    runs.prepare, runs.plan, runs.train, runs.status, runs.compare, studies.study,
+    shuffles.shuffle, runs.prepare, runs.plan, runs.train, launches.launch, runs.status, runs.compare, studies.study,
     checkpoints.coalesce, checkpoints.refine, checkpoints.convert, checkpoints.inspect,
 ):  # fmt: skip
     app.command()(verb)
+app.command(hidden=True)(launches.requeue)
 
 
 def main() -> None:

@@ -11,13 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from ds_vcycle.cli.arguments import ConfigOption, Overrides
 from ds_vcycle.config import UserError, load_config
-
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The run's YAML file.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Dotted overrides of the file, the value in YAML: `model.hidden=256 cycle.kind=flat`."),
-]
 
 
 def prepare(
@@ -128,18 +123,28 @@ def train(
     - `deepspeed --num_gpus 2 --module ds_vcycle train --config configs/demo_gpt.yaml model.tensor_parallel=2 --resume`
 
     Exit code 75: asked to stop by SIGTERM or SIGUSR1, state saved, go on with `--resume`. RUN/status.json says the
-    same to other programs.
+    same to other programs. Exit code 76: another rank has gone or hangs, and is named.
     """
     settings = load_config(config, overrides)
     warnings.filterwarnings("ignore", module=r"megatron\.")  # on extensions that are not installed and not needed
-    from ds_vcycle import parallel
+    from ds_vcycle.cycle.stopping import EXIT_LOST, EXIT_STOPPED, stop_signals
 
-    parallel.init_distributed(settings.training.device)  # first: deepspeed looks for its device when it is imported
-    from ds_vcycle.cycle.runner import run_training
-    from ds_vcycle.cycle.stopping import EXIT_STOPPED
+    with stop_signals():  # already while the heavy modules are imported
+        from ds_vcycle import parallel
 
-    if run_training(settings, resume=resume) == "stopped":
-        raise typer.Exit(EXIT_STOPPED)
+        # first: deepspeed looks for its device on import
+        parallel.init_distributed(settings.training.device, settings.training.rank_timeout_seconds)
+        from ds_vcycle.cycle.pulse import LostRankError
+        from ds_vcycle.cycle.runner import run_training
+
+        try:
+            ended = run_training(settings, resume=resume)
+        except LostRankError as error:
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '?')}] ds-vcycle: error: {error}\n")
+            sys.stderr.flush()
+            os._exit(EXIT_LOST)  # leaving the process group would wait for the lost rank
+        if ended == "stopped":
+            raise typer.Exit(EXIT_STOPPED)
 
 
 def status(

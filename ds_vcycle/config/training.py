@@ -29,6 +29,9 @@ class TrainingConfig(Section):
     precision: Precision = Field("fp32", description="of the weights computed with; the masters are always fp32")
     seed: int = Field(1234, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    rank_timeout_seconds: float = Field(
+        600, gt=0, description="a rank that others have waited for so long ends the run, with its name"
+    )
     init_from: Path | None = Field(
         None,
         description="checkpoint or run directory that level 1 starts from instead of from the seed: its weights and, "

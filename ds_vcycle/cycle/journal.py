@@ -28,7 +28,13 @@ class Journal:
         self._run_dir = run_dir
         self._enabled = enabled
         self._last_beat = -math.inf
-        self._process = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._process: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+        }
+        self._process["restarts"] = restarts
 
     def event(self, name: str, **values: Any) -> None:
         """Append one line: what happened, when, and where in the run."""

@@ -19,6 +19,7 @@ from ds_vcycle.train.deepspeed_config import MONITORS
 _FREE = (
     "run_dir", "preset", "evaluation.*", "saving.*", "logging.*", "*.zero_stage", "*.micro_batch",
     "model.tensor_parallel", "levels.*.tensor_parallel", "cycle.park", "operators.kernels", "deepspeed.log_level",
+    "training.rank_timeout_seconds",
     *(f"deepspeed.{monitor}.*" for monitor in MONITORS),
 )  # fmt: skip
 

@@ -28,6 +28,7 @@ from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.lock import locked
 from ds_vcycle.cycle.phases import Coalesce, Phase, Refine, Train, first_level, to_records
 from ds_vcycle.cycle.position import Position, position_from
+from ds_vcycle.cycle.pulse import LostRankError, Pulse
 from ds_vcycle.cycle.resumable import check_resumable
 from ds_vcycle.cycle.saving import Restored, gather_objects, read_initial, read_run, versions
 from ds_vcycle.cycle.schedule import warnings_for
@@ -48,7 +49,7 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
     Raises:
         UserError: on every rank, with the same text, before any long work; or when the loss is not finite.
     """
-    parallel.init_distributed(config.training.device)
+    parallel.init_distributed(config.training.device, config.training.rank_timeout_seconds)
     plan, checkpoint, source = _checked(config, resume)
     if checkpoint is not None and _ended(plan, checkpoint):
         return "finished"
@@ -70,7 +71,9 @@ def _run(
         initial: what a run starts from that resumes nothing and does not start from the seed.
         drawn: parameters that were not there, and so are drawn from the seed.
     """
-    with stop_signals() as flag, closing(LiveRun(plan, flag)) as run:
+    with stop_signals() as flag, closing(LiveRun(plan, flag)) as run, _pulse(plan) as pulse:
+        if dist.get_rank() == 0:
+            flag.watch(plan.config.run_dir)
         try:
             if held is None:
                 run.begin(initial)
@@ -84,10 +87,15 @@ def _run(
             run.finish_save()
             asked = [reason for reason in gather_objects(run.mesh, flag.reason) if reason is not None]
             _status(run, "stopped", {"reason": asked[0]})
+            flag.heeded()
             run.reporter.event("stopped", run.position, reason=asked[0])
             run.progress.note(f"stopped ({asked[0]}), state saved: {run.summary}; go on with --resume")
             return "stopped"
         except Exception as error:
+            lost = pulse.culprit(error)
+            if lost is not None:  # not this run's fault: it is still `running`, and can go on
+                run.reporter.event("lost", run.position, culprit=lost)
+                raise LostRankError(f"{lost}; go on with --resume") from error
             with suppress(OSError):  # what ended the run is what the user must see
                 _write_status(plan, run.position, "failed", {"error": f"{type(error).__name__}: {error}"})
             run.reporter.event("failed", run.position, error=f"{type(error).__name__}: {error}")
@@ -97,6 +105,11 @@ def _run(
         run.beat(at_once=True)
         run.progress.note(f"finished: {run.summary}")
     return "finished"
+
+
+def _pulse(plan: RunPlan) -> Pulse:
+    timeout = plan.config.training.rank_timeout_seconds
+    return Pulse(dist.get_rank(), dist.get_world_size(), timeout_seconds=timeout)
 
 
 def _ended(plan: RunPlan, checkpoint: Checkpoint) -> bool:

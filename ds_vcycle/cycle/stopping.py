@@ -1,4 +1,4 @@
-"""Asked to stop: signals set a flag, ranks agree on it between steps, and the run directory says how a run ended.
+"""Asked to stop: signals or a file set a flag, ranks agree on it between steps, and status.json says how a run ended.
 
 The launcher signals ranks one after another and hides their exit codes, so nothing is saved inside a handler, and
 ``status.json`` is what other programs should read. The ``deepspeed`` command itself forwards no signal: it dies and
@@ -8,6 +8,7 @@ leaves the ranks behind, so a rank whose launcher has gone takes that as a reque
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -20,7 +21,9 @@ from typing import Any, Literal
 import psutil
 
 Status = Literal["running", "stopped", "finished", "failed"]
+STOP_NAME = "stop"
 EXIT_STOPPED = 75  # EX_TEMPFAIL: nothing is wrong, start again with --resume
+EXIT_LOST = 76  # another rank has gone or hangs
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LAUNCHERS = {"deepspeed", "ds", "deepspeed.launcher.launch", "deepspeed.launcher.runner"}  # what they are started as
 
@@ -30,10 +33,15 @@ class Stopped(Exception):  # noqa: N818 - an outcome, not an error
 
 
 class StopFlag:
-    """Whether this rank is asked to stop: it was sent SIGTERM, SIGUSR1 or Ctrl-C, or its launcher has gone."""
+    """Whether this rank is asked to stop: SIGTERM, SIGUSR1 or Ctrl-C, its launcher has gone, or a file is there.
+
+    The file, RUN/stop, is for launchers that pass no signal on; rank 0 looks for it once a second at most.
+    """
 
     def __init__(self) -> None:
         self._signal: str | None = None
+        self._file: Path | None = None
+        self._looked = -math.inf
         self._parents = _launchers()
 
     def __bool__(self) -> bool:
@@ -44,7 +52,21 @@ class StopFlag:
         """The signal's name (the first one's), or ``launcher gone``."""
         if self._signal is None and _orphaned(self._parents):
             self._signal = "launcher gone"
+        if self._signal is None and self._file is not None and time.monotonic() - self._looked >= 1:
+            self._looked = time.monotonic()
+            if self._file.exists():
+                self._signal = f"RUN/{STOP_NAME}"
         return self._signal
+
+    def watch(self, run_dir: Path) -> None:
+        """Also be asked by RUN/stop."""
+        self._file = run_dir / STOP_NAME
+
+    def heeded(self) -> None:
+        """The run has stopped: RUN/stop, if there is one, is not there for the next."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.unlink(missing_ok=True)
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number).name
@@ -76,14 +98,25 @@ def _orphaned(parents: tuple[int, ...]) -> bool:
         return True
 
 
+_outer: StopFlag | None = None
+
+
 @contextmanager
 def stop_signals() -> Iterator[StopFlag]:
-    """Turn SIGTERM, SIGUSR1 and a first SIGINT (Ctrl-C) into a flag for the duration of the block."""
-    flag = StopFlag()
+    """Turn SIGTERM, SIGUSR1 and a first SIGINT (Ctrl-C) into a flag for the duration of the block.
+
+    Within another such block it is that one's flag: what was asked before holds.
+    """
+    global _outer
+    if _outer is not None:
+        yield _outer
+        return
+    flag = _outer = StopFlag()
     before = {number: signal.signal(number, flag._set) for number in _SIGNALS}
     try:
         yield flag
     finally:
+        _outer = None
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
 class Attempt:
     """One call of ``run_training``, disturbed at ``POINT@COUNT:RANK:WHAT`` if given.
 
-    WHAT: a signal's name; ``poison``: a weight becomes NaN; ``full``: no file can grow beyond 1,000 bytes any more.
+    WHAT: a signal's name; ``hang``: for ever; ``poison``: a weight becomes NaN; ``full``: no file can grow beyond 1,000 bytes any more.
     """
 
     config: RunConfig
@@ -110,6 +111,8 @@ def _act(action: str, args: Sequence[Any]) -> None:
     if action == "poison":
         with torch.no_grad():
             fragments(args[0])[-1].master[0] = torch.nan
+    elif action == "hang":
+        time.sleep(1000)
     elif action == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     else:

@@ -51,9 +51,9 @@ def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
-    recipe = (ROOT / "slurm" / "bert_large_corpus.sh").read_text()
+    recipes = ((path.name, path.read_text()) for path in (ROOT / "slurm").iterdir())
     for name, text in (
-        ("recipe", recipe),
+        *recipes,
         ("shipped", render(SHIPPED)),
         ("spaces", render(Launch(**{**_fields(SHIPPED), "directory": Path("/a b/it's"), "hostfile": Path("h x")}))),
     ):

@@ -14,11 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
+from ds_vcycle import cli
 from ds_vcycle.config import load_config
+from ds_vcycle.study.summary import read_summary
 from tests.data_corpora import SPEECHES
 from tests.dist.cases_resume import Attempt
 from tests.resumed import assert_same_run, attempts, write_config
 from tests.slurm import cluster, program
+from tests.test_study import real_study
 from tests.tiny import tiny_corpus, tiny_run
 
 pytestmark = pytest.mark.slurm
@@ -97,18 +100,15 @@ class Job:
 
 
 def test_script_for_one_two_and_sixteen_nodes_is_taken_by_sbatch(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Sixteen nodes are not there, so the words say only that; nothing else is wrong with the script."""
-    for nodes in ("1", "2", "16"):
+    for nodes, partition in (("1", "main"), ("2", "main"), ("16", "wide")):
         words = [program("ds-vcycle"), "launch", "--dry-run", "--config", "configs/demo_gpt.yaml", "--nodes", nodes]
+        words += ["--partition", partition]
         words += ["--gpus-per-node", "0", "--time", "1:00:00", f"run_dir={tmp_path}", "training.micro_batch=1"]
         script = subprocess.run(words, env=slurm, capture_output=True, text=True, check=True).stdout
         done = subprocess.run(
             ["sbatch", "--test-only"], input=script, env=slurm, capture_output=True, text=True, check=False
         )
-        if nodes == "16":
-            assert "Requested node configuration is not available" in done.stderr
-        else:
-            assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+        assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 
 def test_the_corpus_recipe_prepares_what_a_run_takes(tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -135,6 +135,19 @@ def test_the_corpus_recipe_prepares_what_a_run_takes(tmp_path: Path, slurm: dict
     (paths,) = [line.strip(" '") for line in done.stdout.splitlines() if "data.path=" in line]
     config = load_config(Path("configs/bert_large_2level.yaml"), [paths])
     assert [blend.path.name for blend in config.data.blend] == ["0000", "0001"]
+
+
+def test_the_runs_of_a_study_are_tasks_of_an_array(tmp_path: Path, slurm: dict[str, str]) -> None:
+    study = real_study(tmp_path, ranks=1)
+    words = ["sbatch", "--wait", "--array=0-1", f"--output={tmp_path}/%a.out", "slurm/study.sbatch", str(study)]
+    done = subprocess.run(
+        words, env={**slurm, "PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+    )
+    logs = "".join(path.read_text() for path in tmp_path.glob("*.out"))
+    assert done.returncode == 0, done.stderr + logs
+    assert "tiny/flat seed 7: finished" in logs and "tiny/v seed 7: finished" in logs
+    assert cli.run(["study", "--config", str(study), "--report"]) == 0
+    assert not read_summary(tmp_path / "out" / "results.json").missing
 
 
 def test_taken_off_the_nodes_in_four_ways_it_ends_with_the_same_bits(tmp_path: Path, slurm: dict[str, str]) -> None:

@@ -232,3 +232,12 @@ def test_a_failing_run_is_named_and_the_others_go_on(tmp_path: Path, capsys: pyt
     assert "tiny/flat seed 7: failed" in told.err and "nowhere" in told.err
     assert "tiny/v seed 7: finished" in told.err
     assert "not finished: tiny/flat seed 7" in told.out
+
+
+def test_a_report_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    path = write_study(tmp_path, out=str(tmp_path / "file" / "out"))
+    assert cli.run(["study", "--config", str(path), "--report"]) == 2
+    assert "out/results.json: cannot be written" in capsys.readouterr().err
+    assert cli.run(["study", "--config", str(path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from rich.table import Table
 from ds_vcycle.chart import colours, draw, draw_bars
 from ds_vcycle.seeds import SeedComparison, Spread
 from ds_vcycle.study.rendering import markdown, savings_table, to_csv, to_html, verdict, write_text
-from ds_vcycle.study.summary import GroupSummary, Summary, write_summary
+from ds_vcycle.study.summary import GroupSummary, Summary, to_json
 
 
 def write_report(summary: Summary, comparisons: Mapping[str, SeedComparison], out: Path) -> list[Path]:
@@ -21,13 +21,13 @@ def write_report(summary: Summary, comparisons: Mapping[str, SeedComparison], ou
     Raises:
         ReportError: a file cannot be written.
     """
+    results = write_text(out / "results.json", to_json(summary))
     pictures = {group.name: _pictures(group, comparisons[group.name], out) for group in summary.groups}
-    write_summary(summary, out / "results.json")
     return [
         write_text(out / "report.html", to_html(summary, pictures)),
         write_text(out / "report.md", markdown(summary)),
         write_text(out / "runs.csv", to_csv(summary)),
-        out / "results.json",
+        results,
     ]
 
 

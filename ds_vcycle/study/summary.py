@@ -112,14 +112,13 @@ def summarise(study: Study, tasks: Sequence[Task]) -> tuple[Summary, dict[str, S
     )
 
 
-def write_summary(summary: Summary, path: Path) -> None:
-    """Write it as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+def to_json(summary: Summary) -> str:
+    """It as JSON."""
+    return json.dumps(asdict(summary), indent=1) + "\n"
 
 
 def read_summary(path: Path) -> Summary:
-    """The summary that :func:`write_summary` wrote.
+    """The summary that a file has of :func:`to_json`.
 
     Raises:
         ReportError: the file is missing, or something else.

@@ -21,6 +21,7 @@ from tests.dist.ranks import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 _PATH = "/usr/local/sbin:/usr/sbin:/sbin"
+WIDE = 16  # nodes of the partition `wide`, the two among them: for what sbatch only tests
 REQUEUE_SECONDS = 5  # after which a requeued job may start; 120 by default
 
 
@@ -53,9 +54,9 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
         )
         _until(lambda: munge.exists(), "munged", folder)
         daemons.append(_start(["slurmctld", "-D", "-f", str(config)], folder, env))
-        for node in ("n1", "n2"):
-            daemons.append(_start(["slurmd", "-D", "-f", str(config), "-N", node], folder, env))
-        _until(lambda: _idle(env) == 2, "two idle nodes", folder)
+        for node in range(1, WIDE + 1):
+            daemons.append(_start(["slurmd", "-D", "-f", str(config), "-N", f"n{node}"], folder, env))
+        _until(lambda: _idle(env) == WIDE, "idle nodes", folder)
         yield env
     finally:
         subprocess.run(["scancel", "--user", getpass.getuser()], env=env, capture_output=True, check=False)
@@ -78,11 +79,11 @@ def _config(folder: Path, munge: Path) -> str:
         "ReturnToService": 2, "JobRequeue": 1, "KillWait": 30, "BatchStartTimeout": 30,
     }  # fmt: skip
     text = "".join(f"{key}={value}\n" for key, value in lines.items())
-    for node, port in (("n1", first), ("n2", free_port())):
-        text += (
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000 State=UNKNOWN\n"
-        )
-    return f"{text}PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP\n"
+    for node in range(1, WIDE + 1):
+        port = first if node == 1 else free_port()
+        text += f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000\n"
+    text += "PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP\n"
+    return f"{text}PartitionName=wide Nodes=n[1-{WIDE}] MaxTime=INFINITE State=UP\n"
 
 
 def _start(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -94,7 +95,7 @@ def _start(command: list[str], folder: Path, env: dict[str, str]) -> subprocess.
 
 def _idle(env: dict[str, str]) -> int:
     found = subprocess.run(
-        ["sinfo", "-h", "-t", "idle", "-o", "%D"], env=env, capture_output=True, text=True, check=False
+        ["sinfo", "-h", "-p", "wide", "-t", "idle", "-o", "%D"], env=env, capture_output=True, text=True, check=False
     )
     return int(found.stdout.strip() or 0)
 

@@ -1,4 +1,4 @@
-"""Process groups per layout (:class:`Mesh`), random generators per tensor-parallel rank, and agreeing over ranks.
+"""Process groups per layout (:class:`Mesh`), and agreeing over ranks.
 
 Levels may have different tensor-parallel degrees in one job. Each degree's process groups are built once and reused;
 Megatron-core's global ``parallel_state`` is pointed at the layout asked for last. On CPU this module also replaces
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,7 +22,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from ds_vcycle.config import UserError
 
 T = TypeVar("T")
-_TRACKER_NAME = "model-parallel-rng"
+TRACKER_NAME = "model-parallel-rng"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +123,7 @@ class CpuRngTracker:
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextlib.contextmanager
-    def fork(self, name: str = _TRACKER_NAME) -> Iterator[None]:
+    def fork(self, name: str = TRACKER_NAME) -> Iterator[None]:
         """Draw from the named state inside, from the state before again afterwards."""
         assert name in self._states, "seed_ranks comes before the first forward pass with dropout"
         outside = torch.get_rng_state()
@@ -248,69 +246,12 @@ def together(work: Callable[[], T]) -> T:
     return value
 
 
-def seed_ranks(seed: int, mesh: Mesh) -> None:
-    """Seed every generator of this rank.
-
-    The default generators differ over data-parallel ranks and agree over tensor-parallel ones, because dropout on
-    replicated activations must drop the same elements; the tracker's differs over both (each rank has its own heads).
-    """
-    common = _derived_seed(seed, mesh.dp_rank)
-    random.seed(common)
-    np.random.seed(common)
-    torch.manual_seed(common)
-    own = _derived_seed(seed, mesh.dp_rank, mesh.tp_rank + 1)  # trailing zeros do not change a SeedSequence
-    if mesh.device.type == "cuda":
-        megatron_random.model_parallel_cuda_manual_seed(own, tp_rank=mesh.tp_rank, ep_rank=0, etp_rank=0)
-        torch.cuda.manual_seed(common)  # the line above seeded the default generator by tensor-parallel rank too
-    else:
-        tracker = megatron_random.get_cuda_rng_tracker()
-        tracker.reset()
-        tracker.add(_TRACKER_NAME, own)
-
-
-def rng_state() -> dict[str, torch.Tensor]:
-    """All generator states of this rank: Python, numpy, torch, CUDA if used, and Megatron's tracker."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert version == 3 and kind == "MT19937"
-    state = {
-        "python": torch.tensor(internal, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*np.asarray(keys).tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
-        "torch": torch.get_rng_state(),
-    }
-    if _job is not None and _job.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    for name, value in megatron_random.get_cuda_rng_tracker().get_states().items():
-        state[f"tracker.{name}"] = value.clone()
-    return state
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Put all generators back to what :func:`rng_state` returned."""
-    random.setstate((3, tuple(state["python"].tolist()), next(iter(state["python_gauss"].tolist()), None)))
-    *keys, position, has_gauss = state["numpy"].tolist()
-    cached = float(state["numpy_gauss"].item())
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-    prefix = "tracker."
-    tracked = {name.removeprefix(prefix): value.clone() for name, value in state.items() if name.startswith(prefix)}
-    megatron_random.get_cuda_rng_tracker().set_states(tracked)
-
-
 def shutdown() -> None:
     """Leave the process group and forget every mesh; without this, gloo's threads can abort the interpreter's exit."""
     global _job
     if _job is not None and dist.is_initialized():
         dist.destroy_process_group()
     _job = None
-
-
-def _derived_seed(*key: int) -> int:
-    return int(np.random.SeedSequence(key).generate_state(1)[0]) >> 1
 
 
 def _start_process_group(backend: str, patience: timedelta) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.config import ConfigError
 from ds_vcycle.model.build import build_model
 from ds_vcycle.model.initial import initial_slice
@@ -21,7 +21,7 @@ from tests.model_level import batch_for, is_vocabulary, tiny
 def built(precision: str = "fp32", **options: Any) -> tuple[Any, Any]:
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(1)
-    parallel.seed_ranks(1, mesh)
+    random_states.seed_ranks(1, mesh)
     level, model = tiny(1, init_std=0.2, **options)
     level = dataclasses.replace(level, precision=precision)
     return level, build_model(level, model, mesh=mesh, seed=3)

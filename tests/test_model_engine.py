@@ -6,7 +6,7 @@ from typing import Any
 
 import deepspeed
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.model.build import build_model
 from ds_vcycle.train.engine import build_engine, set_lr
 from tests.dist.ranks import values
@@ -32,7 +32,7 @@ def curves(cases: list[tuple[int, dict[str, Any]]]) -> list[dict[int, list[float
             config = tiny_config(tp, **options)
             level, model = tiny(tp, zero_stage=stage, **options)
             mesh = parallel.mesh_for(tp)
-            parallel.seed_ranks(1, mesh)
+            random_states.seed_ranks(1, mesh)
             module = build_model(level, model, mesh=mesh, seed=4)
             engine = build_engine(module, level, config, mesh)
             set_lr(engine, 1e-2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.model.attention import CoreAttention
 from ds_vcycle.model.build import build_model
 from ds_vcycle.schema import Parameter, parameters
@@ -50,7 +50,7 @@ def compared(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
 def outcome(tp: int, options: dict[str, Any]) -> dict[str, Any]:
     level, model = tiny(tp, **options)
     mesh = parallel.mesh_for(tp)
-    parallel.seed_ranks(1, mesh)
+    random_states.seed_ranks(1, mesh)
     module = build_model(level, model, mesh=mesh, seed=11)
     weight = {name: p.detach().clone() for name, p in module.named_parameters()}
     lm_sum, order_sum = module(**batch_for(level))
@@ -83,7 +83,7 @@ def with_dropout() -> dict[str, Any]:
     """What must agree and what must differ over two tensor-parallel ranks under dropout."""
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(2)
-    parallel.seed_ranks(3, mesh)
+    random_states.seed_ranks(3, mesh)
     level, model = tiny(2, dropout=0.3, attention_dropout=0.3)
     module: Any = build_model(level, model, mesh=mesh, seed=1)
     tokens = batch_for(level)["tokens"]
@@ -114,7 +114,7 @@ def recomputed(tp: int, options: dict[str, Any]) -> dict[str, Any]:
         for layer in module.modules():
             if isinstance(layer, CoreAttention):
                 layer.register_forward_hook(functools.partial(count, calls))
-        parallel.seed_ranks(3, mesh)
+        random_states.seed_ranks(3, mesh)
         for _ in range(2):
             sum(module(**batch_for(level))).backward()
         gradients = {name: p.grad for name, p in module.named_parameters()}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.model.build import build_model
 from ds_vcycle.model.initial import initial_slice
 from ds_vcycle.schema import parameters
@@ -143,7 +143,7 @@ def dropped() -> dict[str, torch.Tensor]:
     """What enters the first layer, with and without dropout, and what leaves the last."""
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(2)
-    parallel.seed_ranks(3, mesh)
+    random_states.seed_ranks(3, mesh)
     level, model = tiny(2, architecture="bert", norm_placement="post", dropout=0.25, attention_dropout=0.25)
     module: Any = build_model(level, model, mesh=mesh, seed=1)
     batch = batch_for(level)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.config import ConfigError, UserError
 from tests.dist.ranks import RankError, run_ranks, values
 
@@ -54,7 +54,7 @@ def test_layouts_of_four_ranks() -> None:
 def seeds() -> dict[str, Any]:
     parallel.init_distributed("cpu")
     mesh = parallel.mesh_for(2)
-    parallel.seed_ranks(7, mesh)
+    random_states.seed_ranks(7, mesh)
     with get_cuda_rng_tracker().fork():
         tracked = torch.rand(4).tolist()
     default = [random.random(), np.random.rand(), *torch.rand(4).tolist()]
@@ -105,10 +105,10 @@ def single() -> dict[str, Any]:
         parallel.mesh_for(2)
     except UserError as error:
         message = str(error)
-    parallel.seed_ranks(3, mesh)
+    random_states.seed_ranks(3, mesh)
     random.gauss(0, 1)
     np.random.standard_normal()
-    state = parallel.rng_state()
+    state = random_states.rng_state()
 
     def draw() -> list[float]:
         with get_cuda_rng_tracker().fork():
@@ -123,7 +123,7 @@ def single() -> dict[str, Any]:
         ]
 
     first, second = draw(), draw()
-    parallel.set_rng_state(state)
+    random_states.set_rng_state(state)
     third = draw()
     os.environ["RANK"] = "0"  # where the result goes
     return {"first": first, "second": second, "third": third, "message": message, "world": dist.get_world_size()}

@@ -12,7 +12,8 @@ from ds_vcycle.config import ModelConfig
 from ds_vcycle.levels import Level
 from ds_vcycle.model.build import build_model
 from ds_vcycle.model.distillation import Teaching
-from ds_vcycle.parallel import Mesh, rng_state, set_rng_state
+from ds_vcycle.parallel import Mesh
+from ds_vcycle.random_states import rng_state, set_rng_state
 from ds_vcycle.sharding.zero import Engine
 from ds_vcycle.train.loop import Batch, LossFunction, LossScale, language_model_loss
 

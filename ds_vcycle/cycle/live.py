@@ -24,7 +24,8 @@ from ds_vcycle.data.batches import evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.levels import Level
 from ds_vcycle.model.build import build_model
-from ds_vcycle.parallel import any_rank, mesh_for, seed_ranks, set_rng_state
+from ds_vcycle.parallel import any_rank, mesh_for
+from ds_vcycle.random_states import seed_ranks, set_rng_state
 from ds_vcycle.sharding.placement import Layout, layout_of
 from ds_vcycle.sharding.release import release as free
 from ds_vcycle.sharding.zero import Engine, set_counters

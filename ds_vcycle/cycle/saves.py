@@ -35,7 +35,8 @@ from ds_vcycle.cycle.saving import engine_fragments, engine_state, gather_object
 from ds_vcycle.cycle.transition import Fragments
 from ds_vcycle.faults import fault_point
 from ds_vcycle.levels import Level
-from ds_vcycle.parallel import Mesh, any_rank, raise_together, rng_state, together
+from ds_vcycle.parallel import Mesh, any_rank, raise_together, together
+from ds_vcycle.random_states import rng_state
 from ds_vcycle.sharding.placement import layout_of
 from ds_vcycle.sharding.zero import Engine
 from ds_vcycle.train.metrics import Totals, save_record

@@ -24,7 +24,8 @@ from ds_vcycle.checkpoint.store import find_latest, open_checkpoint
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.model.build import build_model
-from ds_vcycle.parallel import init_distributed, mesh_for, seed_ranks
+from ds_vcycle.parallel import init_distributed, mesh_for
+from ds_vcycle.random_states import seed_ranks
 from ds_vcycle.schema import parameters
 from ds_vcycle.train.engine import build_engine, set_lr
 from tests.dist.ranks import values

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import resolve_levels
 from ds_vcycle.model.build import build_model
@@ -86,7 +86,7 @@ def _ours(options: argparse.Namespace) -> Step:
     config = _config(options)
     (level,) = resolve_levels(config)
     mesh = parallel.mesh_for(1)
-    parallel.seed_ranks(1, mesh)
+    random_states.seed_ranks(1, mesh)
     module = build_model(level, config.model, mesh=mesh, seed=1)
     engine = build_engine(module, level, config, mesh)
     set_lr(engine, 1e-4)

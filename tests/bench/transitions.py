@@ -29,7 +29,8 @@ from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.levels import Level
 from ds_vcycle.model.build import build_model
 from ds_vcycle.operators.plan import plan_transition
-from ds_vcycle.parallel import Mesh, init_distributed, mesh_for, seed_ranks, shutdown
+from ds_vcycle.parallel import Mesh, init_distributed, mesh_for, shutdown
+from ds_vcycle.random_states import seed_ranks
 from ds_vcycle.sharding.geometry import Geometry
 from ds_vcycle.sharding.placement import layout_of
 from ds_vcycle.sharding.release import release

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_vcycle import parallel
+from ds_vcycle import parallel, random_states
 from ds_vcycle.checkpoint import store
 from ds_vcycle.checkpoint.deepspeed.universal_writing import universal_checkpoint_info
 from ds_vcycle.checkpoint.store import StoredFragment
@@ -94,7 +94,7 @@ def _convert_by_deepspeed(native: Path, universal: Path) -> None:
 
 def _engine(case: Case) -> tuple[DeepSpeedEngine, Mesh]:
     mesh = parallel.mesh_for(case.tp)
-    parallel.seed_ranks(1, mesh)
+    random_states.seed_ranks(1, mesh)
     module = build_model(case.level, case.config.model, mesh=mesh, seed=4)
     return build_engine(module, case.level, case.config, mesh), mesh
 

@@ -18,7 +18,8 @@ from torch.autograd.profiler import profile
 from ds_vcycle.config import RunConfig, parse_config
 from ds_vcycle.levels import Level, resolve_levels
 from ds_vcycle.model.build import build_model
-from ds_vcycle.parallel import init_distributed, mesh_for, seed_ranks
+from ds_vcycle.parallel import init_distributed, mesh_for
+from ds_vcycle.random_states import seed_ranks
 from ds_vcycle.sharding.release import release
 from ds_vcycle.train.engine import build_engine, set_lr
 from ds_vcycle.train.flops import predicted_positions

@@ -44,7 +44,7 @@ def _remedy(kind: str, message: str) -> str:
 def _known_keys(root: type[BaseModel], path: list[str]) -> list[str]:
     model: Any = root
     for part in path:
-        if not part.isdigit():
+        if part in model.model_fields:  # else an index of a list, or a name in a mapping of sections
             model = _section_in(model.model_fields[part].annotation)
     return list(model.model_fields) if model else []
 

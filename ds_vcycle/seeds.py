@@ -45,7 +45,7 @@ class Spread:
     def __str__(self) -> str:
         if self.mean is None or self.deviation is None:
             return f"reached by {self.reached} of {len(self.values)}"
-        return f"{self.mean:+.1%} ± {self.deviation:.1%}"
+        return f"{self.mean:+.1%}" + (f" ± {self.deviation:.1%}" if len(self.values) > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,9 @@ def test_what_is_missing_is_named_and_a_seed_without_its_baseline_left_out(tmp_p
     study = load_study(path)
     summary, _ = summarise(study, tasks_of(study))
     assert {run.seed for run in summary.groups[0].of("v")} == {1, 3}
-    assert set(summary.missing) == {"gpt/flat seed 2", *(f"gpt/rest seed {seed}" for seed in SEEDS)}
+    assert set(summary.missing) == {
+        f"gpt/{name}: not finished" for name in ("flat seed 2", *(f"rest seed {s}" for s in SEEDS))
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_what_is_missing_is_named_and_a_seed_without_its_baseline_left_out(tmp_p
         ((-0.3, -0.31, -0.32), "more than the baseline"),
         ((0.4, None, 0.4), "reached by 2 of 3"),
         ((0.4,), "one seed"),
+        ((0.4, 0.4, 0.4), "the same for all 3 seeds"),
     ],
 )
 def test_verdicts(values: tuple[float | None, ...], words: str) -> None:
@@ -153,6 +156,8 @@ def test_against_documented_savings(tmp_path: Path, capsys: pytest.CaptureFixtur
         ({"groups": {}}, "groups"),
         ({"budget": 3}, "unknown key 'budget'"),
         ({"budget_minutes": 0}, "budget_minutes=0"),
+        ({"out": ""}, "names no directory of its own"),
+        ({"groups": {"g": {"base": "x", "variants": {"flat": []}, "foo": 1}}}, "unknown key 'groups.g.foo'"),
     ],
 )
 def test_wrong_studies_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -168,9 +173,12 @@ def test_wrong_studies_are_refused_by_name(tmp_path: Path, changes: dict[str, An
         ({"flat": ["cycle.kind=flat"], "v": ["training.seed=3"]}, "training.seed=3"),
         ({"flat": ["cycle.kind=flat"], "v": ["modl.layers=3"]}, "groups.gpt.variants.v"),
         ({"flat": ["cycle.kind=flat"], "v": [], "w": []}, "v and w are the same run"),
+        ({"flat": "cycle.kind=flat"}, "expected a list of overrides"),
+        ({"flat": None}, "expected a list of overrides"),
+        ({"flat": {"overrids": []}}, "did you mean 'overrides'"),
     ],
 )
-def test_wrong_variants_are_refused_by_name(tmp_path: Path, variants: dict[str, list[str]], words: str) -> None:
+def test_wrong_variants_are_refused_by_name(tmp_path: Path, variants: dict[str, Any], words: str) -> None:
     path = write_study(tmp_path)
     tree = yaml.safe_load(path.read_text())
     tree["groups"]["gpt"]["variants"] = variants
@@ -231,7 +239,7 @@ def test_a_failing_run_is_named_and_the_others_go_on(tmp_path: Path, capsys: pyt
     told = capsys.readouterr()
     assert "tiny/flat seed 7: failed" in told.err and "nowhere" in told.err
     assert "tiny/v seed 7: finished" in told.err
-    assert "not finished: tiny/flat seed 7" in told.out
+    assert "tiny/flat seed 7: failed" in told.out
 
 
 def test_a_report_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,3 +249,23 @@ def test_a_report_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
     assert "out/results.json: cannot be written" in capsys.readouterr().err
     assert cli.run(["study", "--config", str(path)]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_damaged_run_and_a_group_without_its_baseline_are_told_and_the_rest_reported(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    everything(path)
+    tree = yaml.safe_load(path.read_text())
+    tree["groups"]["other"] = tree["groups"]["gpt"]
+    path.write_text(yaml.safe_dump(tree))
+    runs = tmp_path / "out" / "runs"
+    (runs / "gpt" / "v-seed-2" / "metrics.jsonl").write_text("x\n")
+    study = load_study(path)
+    cycle = next(task for task in tasks_of(study) if (task.group, task.variant) == ("other", "v"))
+    make_run(cycle.config.run_dir, CYCLES[1], config=cycle.config.model_dump(mode="json"))
+    write_status(cycle.config.run_dir, "finished", {})
+    summary, _ = summarise(study, tasks_of(study))
+    (group,) = summary.groups
+    assert {run.seed for run in group.of("v")} == {1, 3} and len(group.of("flat")) == 3
+    told = "\n".join(summary.missing)
+    assert "gpt/v seed 2: damaged: " in told and "metrics.jsonl:1" in told
+    assert "other: its baseline flat is not finished, so nothing is compared" in told

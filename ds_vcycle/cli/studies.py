@@ -13,6 +13,7 @@ from ds_vcycle.config import UserError
 
 if TYPE_CHECKING:
     from ds_vcycle.study.definition import Study, Task
+    from ds_vcycle.study.summary import Summary
 
 
 def study(
@@ -48,9 +49,11 @@ def study(
     Exit code 1: a run failed; 75: the budget was spent or it was asked to stop, the same command goes on.
     """
     from ds_vcycle.study.definition import load_study, tasks_of
+    from ds_vcycle.study.summary import read_summary
 
     found = load_study(config, overrides or ())
     tasks = tasks_of(found)
+    documented = None if against is None else read_summary(against)
     if count:
         for index, one in enumerate(tasks):
             print(f"{index} {one.name}")
@@ -60,7 +63,7 @@ def study(
             raise UserError(f"--task {task}: the study has {len(tasks)} runs, from 0; give --array=0-{len(tasks) - 1}")
         raise typer.Exit(_run(found, tasks[task : task + 1]))
     code = 0 if report else _run(found, tasks)
-    _report(found, tasks, against)
+    _report(found, tasks, documented)
     if code:
         raise typer.Exit(code)
 
@@ -76,16 +79,16 @@ def _run(study: Study, tasks: Sequence[Task]) -> int:
     return 0 if all(is_done(task) for task in tasks) else EXIT_STOPPED
 
 
-def _report(study: Study, tasks: Sequence[Task], against: Path | None) -> None:
+def _report(study: Study, tasks: Sequence[Task], documented: Summary | None) -> None:
     from rich.console import Console
 
     from ds_vcycle.study.reporting import agreement, print_report, write_report
-    from ds_vcycle.study.summary import read_summary, summarise
+    from ds_vcycle.study.summary import summarise
 
     summary, comparisons = summarise(study, tasks)
     print_report(summary, Console())
-    if against is not None:
-        for line in agreement(summary, read_summary(against)):
+    if documented is not None:
+        for line in agreement(summary, documented):
             print(f"- {line}")
     written = write_report(summary, comparisons, study.out)
     print(f"written: {', '.join(map(str, written))}", file=sys.stderr)

@@ -56,7 +56,8 @@ def run_training(config: RunConfig, *, resume: Resume = "never") -> Literal["fin
     held = None if checkpoint is None else read_run(checkpoint, config, plan.levels)
     initial = None if source is None else read_initial(source, config, plan.level(1))
     with ExitStack() as stack:
-        parallel.together(lambda: _open(plan, stack) if dist.get_rank() == 0 else None)
+        read = None if checkpoint is None else checkpoint.directory
+        parallel.together(lambda: _open(plan, read, stack) if dist.get_rank() == 0 else None)
         return _run(plan, held, initial, () if source is None else missing_parameters(source))
 
 
@@ -176,8 +177,12 @@ def _source(plan: RunPlan) -> Checkpoint | None:
     return checkpoint
 
 
-def _open(plan: RunPlan, stack: ExitStack) -> None:
-    """Hold the run directory, and write what the run is: the resolved configuration, the phase list, the versions."""
+def _open(plan: RunPlan, read: Path | None, stack: ExitStack) -> None:
+    """Hold the run directory, and write what the run is: the resolved configuration, the phase list, the versions.
+
+    ``read``: the checkpoint that has been read, which must be the latest still: a run that was waited for here may have
+    gone on meanwhile.
+    """
     run_dir: Path = plan.config.run_dir
     texts = {
         "config.yaml": yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False),
@@ -187,6 +192,10 @@ def _open(plan: RunPlan, stack: ExitStack) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(run_dir))
+        root = run_dir / "checkpoints"
+        latest = find_latest(root) if root.is_dir() else None
+        if latest != read:
+            raise UserError(f"run_dir={run_dir}: another run has just written {latest} there; go on with --resume")
         for name, text in texts.items():
             (run_dir / name).write_text(text, encoding="utf-8")
     except OSError as error:

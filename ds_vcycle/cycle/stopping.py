@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -75,7 +75,7 @@ class StopFlag:
 
 
 def _launchers() -> tuple[int, ...]:
-    """Process ids above this rank that belong to the ``deepspeed`` launcher, nearest first; none without it.
+    """Process ids above this rank of the ``deepspeed`` launcher or a study, nearest first; none without them.
 
     A rank's parent is ``deepspeed.launcher.launch``, whose parent on a single node is the ``deepspeed`` command. What
     is above them, a shell perhaps, may go without any meaning.
@@ -83,10 +83,16 @@ def _launchers() -> tuple[int, ...]:
     found: list[int] = []
     with suppress(psutil.Error):
         process = psutil.Process().parent()
-        while process is not None and any(Path(part).name in _LAUNCHERS for part in process.cmdline()[:4]):
+        while process is not None and _launches(process.cmdline()):
             found.append(process.pid)
             process = process.parent()
     return tuple(found)
+
+
+def _launches(command: Sequence[str]) -> bool:
+    """Whether a process with this command line starts ranks, and is to stop them when it goes."""
+    words = {Path(part).name for part in command[:4]}
+    return bool(words & _LAUNCHERS) or ("study" in words and bool(words & {"ds-vcycle", "ds_vcycle"}))
 
 
 def _orphaned(parents: tuple[int, ...]) -> bool:

@@ -28,7 +28,11 @@ class VariantConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _list(cls, value: Any) -> Any:
-        return {"overrides": value} if isinstance(value, list) else value
+        if isinstance(value, list):
+            return {"overrides": value}
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r}: expected a list of overrides, e.g. [lr.peak=2e-3], or base: and overrides:")
+        return value
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -83,6 +87,13 @@ class Study(Section):
         if len(set(seeds)) < len(seeds) or min(seeds) < 0:
             raise ValueError(f"seeds={seeds}: expected different numbers from 0 up")
         return seeds
+
+    @field_validator("out")
+    @classmethod
+    def _out(cls, out: Path) -> Path:
+        if out == Path():
+            raise ValueError("names no directory of its own; set one, e.g. out: runs/studies/mine")
+        return out
 
     @field_validator("groups")
     @classmethod

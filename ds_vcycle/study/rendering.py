@@ -34,6 +34,8 @@ def verdict(saving: Spread) -> str:
         return f"{amount}, by one seed, which shows no spread"
     if abs(saving.mean) <= saving.deviation:
         return f"{amount} on average, with a spread that touches zero: no saving is shown"
+    if saving.deviation < 5e-4:
+        return f"{amount}, the same for all {len(saving.values)} seeds: each was there at the same evaluation"
     return f"{amount}, the spread of {len(saving.values)} seeds ({saving.deviation:.1%}) not touching zero"
 
 
@@ -153,7 +155,7 @@ def _about(summary: Summary) -> list[str]:
         f"included, evaluation left out; mean ± standard deviation over the seeds. {how}.",
     ]
     if summary.missing:
-        lines.append(f"Not finished, and so not here: {', '.join(summary.missing)}.")
+        lines.append(f"Not here: {'; '.join(summary.missing)}.")
     return [part for line in lines if line for part in (line, "")]
 
 

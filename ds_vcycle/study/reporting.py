@@ -44,9 +44,11 @@ def print_report(summary: Summary, console: Console) -> None:
         for name in group.variants:
             if name != group.baseline and group.of(name):
                 console.print(f"- {name}: {verdict(group.saving(name, 'saved_flops'))}.", highlight=False)
+        for note in group.notes:
+            console.print(f"- {note}", highlight=False)
         console.print()
-    for name in summary.missing:
-        console.print(f"- not finished: {name}", highlight=False)
+    for line in summary.missing:
+        console.print(f"- {line}", highlight=False)
 
 
 def agreement(summary: Summary, documented: Summary) -> list[str]:

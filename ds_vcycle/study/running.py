@@ -179,11 +179,17 @@ def _ended(run: _Running, *, stopping: bool) -> Outcome:
     if status == "stopped" or stopping:  # told to stop before it had begun, it has no status yet
         _say(f"{run.task.name}: stopped {took}; what it had saved is there")
         return "stopped"
-    last = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last = _telling(run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines())
     _say(f"{run.task.name}: failed {took} (exit code {run.process.returncode}), see {run.log}")
-    for line in last[-3:]:
+    for line in last:
         _say(f"  {line}")
     return "failed"
+
+
+def _telling(lines: Sequence[str]) -> list[str]:
+    """What of a log says why it ended: a launcher buries its ranks' words under its own."""
+    errors = [line for line in lines if "error: " in line or "Error: " in line]
+    return list(dict.fromkeys(errors))[-3:] or list(lines[-3:])
 
 
 def _say(text: str) -> None:

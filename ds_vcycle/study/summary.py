@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_vcycle.comparison import Comparison, ReportError, Row
+from ds_vcycle.config import UserError
+from ds_vcycle.cycle.stopping import read_status
 from ds_vcycle.rundir import Run, read_run
 from ds_vcycle.seeds import QUANTITIES, SeedComparison, Spread, compare_variants
-from ds_vcycle.study.definition import Study, Task
+from ds_vcycle.study.definition import GroupConfig, Study, Task
 from ds_vcycle.study.running import is_done
 
 
@@ -72,7 +74,7 @@ class GroupSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """A study. ``missing``: the runs that are not finished, and so not in it."""
+    """A study. ``missing``: a line for each run that is not in it, and why."""
 
     title: str
     about: str
@@ -86,18 +88,21 @@ class Summary:
 def summarise(study: Study, tasks: Sequence[Task]) -> tuple[Summary, dict[str, SeedComparison]]:
     """What the finished runs of a study say, and each group's comparison, for its pictures.
 
-    A group without a finished baseline is left out, as is a seed's run whose baseline is not finished.
+    A group without a finished baseline is left out, as is a seed's run whose baseline is not finished, and a run that
+    cannot be read.
 
     Raises:
-        UserError: a run directory is damaged or of other settings.
+        UserError: a run directory is of other settings.
     """
-    done = [task for task in tasks if is_done(task)]
+    runs, missing = _finished(tasks)
     groups, comparisons = [], {}
-    for name in study.groups:
-        found = _compared(study, name, [task for task in done if task.group == name])
+    for name, settings in study.groups.items():
+        found = _compared(settings, {key[1:]: run for key, run in runs.items() if key[0] == name})
         if found is not None:
             comparisons[name] = found
             groups.append(_group(study, name, found))
+        elif any(key[0] == name for key in runs):
+            missing.append(f"{name}: its baseline {settings.baseline} is not finished, so nothing is compared")
     return (
         Summary(
             title=study.title,
@@ -106,7 +111,7 @@ def summarise(study: Study, tasks: Sequence[Task]) -> tuple[Summary, dict[str, S
             ranks=study.ranks,
             at_once=study.at_once,
             groups=tuple(groups),
-            missing=tuple(task.name for task in tasks if task not in done),
+            missing=tuple(missing),
         ),
         comparisons,
     )
@@ -131,14 +136,29 @@ def read_summary(path: Path) -> Summary:
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror}); give a study's results.json") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ReportError(f"{path}: not a study's results.json ({error})") from error
+        raise ReportError(f"{path}: not a study's results.json; give the one that `ds-vcycle study` wrote") from error
 
 
-def _compared(study: Study, group: str, tasks: Sequence[Task]) -> SeedComparison | None:
-    settings = study.groups[group]
-    of_variant: dict[str, dict[int, Run]] = {settings.baseline: {}, **{name: {} for name in settings.variants}}
+def _finished(tasks: Sequence[Task]) -> tuple[dict[tuple[str, str, int], Run], list[str]]:
+    """The finished runs by group, variant and seed, and what there is to say of the others."""
+    runs, missing = {}, []
     for task in tasks:
-        of_variant[task.variant][task.seed] = replace(read_run(task.config.run_dir), name=task.variant)
+        if is_done(task):
+            try:
+                run = replace(read_run(task.config.run_dir), name=task.variant)
+                runs[task.group, task.variant, task.seed] = run
+            except UserError as error:
+                missing.append(f"{task.name}: damaged: {error}")
+        else:
+            failed = read_status(task.config.run_dir) == "failed"
+            missing.append(f"{task.name}: {'failed' if failed else 'not finished'}")
+    return runs, missing
+
+
+def _compared(settings: GroupConfig, runs: Mapping[tuple[str, int], Run]) -> SeedComparison | None:
+    of_variant: dict[str, dict[int, Run]] = {settings.baseline: {}, **{name: {} for name in settings.variants}}
+    for (variant, seed), run in runs.items():
+        of_variant[variant][seed] = run
     base = of_variant[settings.baseline]
     if not base:
         return None

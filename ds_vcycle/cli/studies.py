@@ -61,31 +61,31 @@ def study(
     if task is not None:
         if task >= len(tasks):
             raise UserError(f"--task {task}: the study has {len(tasks)} runs, from 0; give --array=0-{len(tasks) - 1}")
-        raise typer.Exit(_run(found, tasks[task : task + 1]))
-    code = 0 if report else _run(found, tasks)
-    _report(found, tasks, documented)
+        raise typer.Exit(_run(found, tasks[task : task + 1])[0])
+    code, failed = (0, []) if report else _run(found, tasks)
+    _report(found, tasks, failed, documented)
     if code:
         raise typer.Exit(code)
 
 
-def _run(study: Study, tasks: Sequence[Task]) -> int:
-    """Run what is not done of these; the exit code."""
+def _run(study: Study, tasks: Sequence[Task]) -> tuple[int, list[str]]:
+    """Run what is not done of these; the exit code, and the names of those that failed."""
     from ds_vcycle.cycle.stopping import EXIT_STOPPED
     from ds_vcycle.study.running import is_done, run_tasks
 
-    outcomes = run_tasks(study, tasks)
-    if "failed" in outcomes.values():
-        return 1
-    return 0 if all(is_done(task) for task in tasks) else EXIT_STOPPED
+    failed = [name for name, outcome in run_tasks(study, tasks).items() if outcome == "failed"]
+    if failed:
+        return 1, failed
+    return 0 if all(is_done(task) for task in tasks) else EXIT_STOPPED, []
 
 
-def _report(study: Study, tasks: Sequence[Task], documented: Summary | None) -> None:
+def _report(study: Study, tasks: Sequence[Task], failed: Sequence[str], documented: Summary | None) -> None:
     from rich.console import Console
 
     from ds_vcycle.study.reporting import agreement, print_report, write_report
     from ds_vcycle.study.summary import summarise
 
-    summary, comparisons = summarise(study, tasks)
+    summary, comparisons = summarise(study, tasks, failed)
     print_report(summary, Console())
     if documented is not None:
         for line in agreement(summary, documented):

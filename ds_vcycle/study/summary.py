@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,12 @@ class Summary:
     missing: tuple[str, ...]
 
 
-def summarise(study: Study, tasks: Sequence[Task]) -> tuple[Summary, dict[str, SeedComparison]]:
+def summarise(
+    study: Study, tasks: Sequence[Task], failed: Collection[str] = ()
+) -> tuple[Summary, dict[str, SeedComparison]]:
     """What the finished runs of a study say, and each group's comparison, for its pictures.
+
+    ``failed``: names of runs that have just failed; one that was refused before it began has left no word of it.
 
     A group without a finished baseline is left out, as is a seed's run whose baseline is not finished, and a run that
     cannot be read.
@@ -94,7 +98,7 @@ def summarise(study: Study, tasks: Sequence[Task]) -> tuple[Summary, dict[str, S
     Raises:
         UserError: a run directory is of other settings.
     """
-    runs, missing = _finished(tasks)
+    runs, missing = _finished(tasks, failed)
     groups, comparisons = [], {}
     for name, settings in study.groups.items():
         found = _compared(settings, {key[1:]: run for key, run in runs.items() if key[0] == name})
@@ -139,7 +143,7 @@ def read_summary(path: Path) -> Summary:
         raise ReportError(f"{path}: not a study's results.json; give the one that `ds-vcycle study` wrote") from error
 
 
-def _finished(tasks: Sequence[Task]) -> tuple[dict[tuple[str, str, int], Run], list[str]]:
+def _finished(tasks: Sequence[Task], failed: Collection[str]) -> tuple[dict[tuple[str, str, int], Run], list[str]]:
     """The finished runs by group, variant and seed, and what there is to say of the others."""
     runs, missing = {}, []
     for task in tasks:
@@ -150,8 +154,8 @@ def _finished(tasks: Sequence[Task]) -> tuple[dict[tuple[str, str, int], Run], l
             except UserError as error:
                 missing.append(f"{task.name}: damaged: {error}")
         else:
-            failed = read_status(task.config.run_dir) == "failed"
-            missing.append(f"{task.name}: {'failed' if failed else 'not finished'}")
+            has_failed = task.name in failed or read_status(task.config.run_dir) == "failed"
+            missing.append(f"{task.name}: {'failed' if has_failed else 'not finished'}")
     return runs, missing
 
 

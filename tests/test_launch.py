@@ -85,6 +85,13 @@ REFUSED = [
     (["--nodes", "1", "--gpus-per-node", "1", "--ranks-per-node", "2"], "more than --gpus-per-node 1"),
     (["--nodes", "1", "--gpus-per-node", "0", "training.device=cuda"], "training.device=cuda needs GPUs"),
     (["--nodes", "1", "--gpus-per-node", "1", "--time", "soon"], "--time soon is no time of Slurm"),
+    *(
+        (
+            ["--nodes", "1", "--gpus-per-node", "1", "--time", time, "--grace", grace],
+            f"--grace {grace} seconds are all of",
+        )
+        for time, grace in (("2", "120"), ("1:30", "90"), ("0:01:30", "90"), ("1-0", "86400"), ("0-1:30", "5400"))
+    ),
     (["--nodes", "1", "--gpus-per-node", "1", "--sbatch", "a100"], "no option of sbatch"),
     (["--nodes", "1", "--gpus-per-node", "1", "--partition", "a b"], "--partition 'a b' is no name"),
     (["--nodes", "2", "--gpus-per-node", "1", "--hostfile", "missing"], "--hostfile missing cannot be read"),

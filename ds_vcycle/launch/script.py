@@ -100,6 +100,11 @@ def _quoted(path: Path) -> str:
 def _check(launch: Launch) -> None:
     if launch.time is not None and not _TIME.fullmatch(launch.time):
         raise UserError(f"--time {launch.time} is no time of Slurm; give minutes, H:MM:SS or D-HH:MM:SS")
+    if launch.time is not None and launch.grace_seconds >= _seconds(launch.time):
+        raise UserError(
+            f"--grace {launch.grace_seconds} seconds are all of --time {launch.time}, so the run would be told to stop "
+            "as it starts; lower --grace or raise --time"
+        )
     for option in launch.sbatch:
         if not re.fullmatch(r"-{1,2}[a-zA-Z][^\n]*", option):
             raise UserError(f"--sbatch {option!r} is no option of sbatch; give it as --sbatch=--constraint=a100")
@@ -115,3 +120,14 @@ def _check(launch: Launch) -> None:
             f"--ranks-per-node {launch.ranks_per_node} is more than --gpus-per-node {launch.gpus_per_node}: a rank has "
             "a GPU of its own; leave --ranks-per-node out"
         )
+
+
+def _seconds(time: str) -> int:
+    """Of a time as Slurm reads it: minutes, M:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ds_vcycle import cli
-from ds_vcycle.config import UserError
+from ds_vcycle.config import UserError, load_config
 from ds_vcycle.cycle.requeues import read_requeues
 from ds_vcycle.launch.hostfile import read_hostfile
 from ds_vcycle.launch.requeue import Ended, read_ended, requeue, verdict
@@ -23,8 +23,8 @@ from tests.slurm import program
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs" / "demo_gpt.yaml")
 SHIPPED = Launch(
-    directory=Path("."), config=Path("configs/bert_large_2level_4nodes.yaml"), run_dir=Path("runs/bert_large_4nodes"),
-    python=Path(".venv/bin/python"), nodes=4, ranks_per_node=8, gpus_per_node=8, time="12:00:00",
+    directory=Path("."), config=Path("configs/bert_large_2level_4nodes.yaml"),
+    run_dir=Path("runs/bert_large_2level_4nodes"), python=Path(".venv/bin/python"), nodes=4, ranks_per_node=8, gpus_per_node=8, time="12:00:00",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_shipped_script_is_a_rendered_one() -> None:
     assert (ROOT / "slurm" / "vcycle.sbatch").read_text() == render(SHIPPED)
+    assert load_config(ROOT / SHIPPED.config).run_dir == SHIPPED.run_dir  # where it looks for what the run says
 
 
 def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:

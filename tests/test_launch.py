@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs" / "demo_gpt.yaml")
 SHIPPED = Launch(
     directory=Path("."), config=Path("configs/bert_large_2level_4nodes.yaml"),
-    run_dir=Path("runs/bert_large_2level_4nodes"), python=Path(".venv/bin/python"), nodes=4, ranks_per_node=8, gpus_per_node=8, time="12:00:00",
+    run_dir=Path("runs/bert_large_2level_4nodes"), python=Path(".venv/bin/python"), nodes=4, ranks_per_node=8,
+    gpus_per_node=8, time="12:00:00",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -174,11 +175,16 @@ def _check_tensor_parallel(level: Level, model: ModelConfig) -> None:
             f"level {level.index}: model.sequence_length={model.sequence_length} is not divisible by tensor_parallel="
             f"{tp}, as model.sequence_parallel=true needs; change one of them"
         )
+    for name, value in undivided(level.shape, tp):
+        raise ConfigError(
+            f"level {level.index}: {name}={value} is not divisible by tensor_parallel={tp}; change {name} or "
+            "tensor_parallel"
+        )
+
+
+def undivided(shape: ModelShape, tp: int) -> Iterator[tuple[str, int]]:
+    """The sizes, by the key that sets them, that do not divide over ``tp`` tensor-parallel ranks."""
     for key in ("kv_groups", "ffn"):
-        value = getattr(level.shape, key)
+        value = getattr(shape, key)
         if value % tp:
-            name = "heads" if key == "kv_groups" and level.shape.heads_per_group == 1 else key
-            raise ConfigError(
-                f"level {level.index}: {name}={value} is not divisible by tensor_parallel={tp}; change {name} or "
-                "tensor_parallel"
-            )
+            yield "heads" if key == "kv_groups" and shape.heads_per_group == 1 else key, value

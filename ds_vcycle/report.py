@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -17,6 +17,33 @@ from ds_vcycle.comparison import Comparison, ReportError, Row
 from ds_vcycle.comparison import compare as compare
 from ds_vcycle.cycle.render import count_text, flops_text
 from ds_vcycle.seeds import QUANTITIES, SeedComparison
+
+Cells = list[list[str]]
+"""A table, its header first; the first column has the rows' names."""
+
+
+def markdown_table(cells: Cells) -> list[str]:
+    """The table as lines of markdown."""
+    header, *body = cells
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    return lines + ["| " + " | ".join(row) + " |" for row in body]
+
+
+def console_table(title: str, cells: Cells, *, wrap_names: bool = True) -> Table:
+    """The table for a terminal; ``wrap_names``: whether the rows' names may be broken."""
+    header, *body = cells
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column(header[0], overflow="fold", no_wrap=not wrap_names)
+    for name in header[1:]:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in body:
+        table.add_row(*row)
+    return table
+
+
+def saving_text(value: float | None) -> str:
+    """A saving in words; None where the loss was not reached."""
+    return "not reached" if value is None else f"{value:+.1%}"
 
 
 def write(comparison: Comparison, out: Path) -> tuple[Path, Path, Path]:
@@ -46,35 +73,21 @@ def _require_name(out: Path) -> None:
 
 def markdown(comparison: Comparison) -> str:
     """The comparison as a markdown table with its notes."""
-    header, *body = _cells(comparison)
-    return "\n".join([*_markdown_table(header, body), "", *(f"- {note}" for note in comparison.notes)]) + "\n"
+    return "\n".join([*markdown_table(_cells(comparison)), "", *(f"- {note}" for note in comparison.notes)]) + "\n"
 
 
 def render(comparison: Comparison, console: Console) -> None:
     """Print the comparison as a table with its notes."""
-    header, *body = _cells(comparison)
     title = f"Held-out loss and cost; the baseline is {comparison.baseline}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column(header[0], no_wrap=True)
-    for name in header[1:]:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
+    console.print(console_table(title, _cells(comparison), wrap_names=False))
     for note in comparison.notes:
         console.print(f"- {note}", highlight=False)
 
 
 def render_seeds(found: SeedComparison, console: Console) -> None:
     """Print the savings over the seeds as a table."""
-    header, *body = _seed_cells(found)
     title = f"Saved against {found.baseline}, {_SEEDS_NOTE.format(seeds=', '.join(map(str, found.seeds)))}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column, name in enumerate(header):
-        table.add_column(name, justify="right" if column else "left", overflow="fold")
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
+    console.print(console_table(title, _seed_cells(found)))
 
 
 def write_seeds(found: SeedComparison, out: Path) -> tuple[Path, ...]:
@@ -87,10 +100,9 @@ def write_seeds(found: SeedComparison, out: Path) -> tuple[Path, ...]:
     written = [
         path for seed, one in found.comparisons.items() for path in write(one, out.with_name(f"{out.name}-seed-{seed}"))
     ]
-    header, *body = _seed_cells(found)
     note = f"Saved against {found.baseline}, {_SEEDS_NOTE.format(seeds=', '.join(map(str, found.seeds)))}."
     table = out.with_name(out.name + ".md")
-    table.write_text("\n".join([note, "", *_markdown_table(header, body), ""]), encoding="utf-8")
+    table.write_text("\n".join([note, "", *markdown_table(_seed_cells(found)), ""]), encoding="utf-8")
     return (table, *written)
 
 
@@ -110,17 +122,12 @@ def seeds_to_json(found: SeedComparison) -> dict[str, Any]:
 _SEEDS_NOTE = "each run with the baseline of its seed (training.seed {seeds}): mean ± standard deviation"
 
 
-def _seed_cells(found: SeedComparison) -> list[list[str]]:
+def _seed_cells(found: SeedComparison) -> Cells:
     header = ["", "seeds", *(label.removeprefix("saved ") for label in _SAVINGS)]
     return [
         header,
         *([v.name, str(len(v.seeds)), *(str(v.savings[key]) for key in QUANTITIES)] for v in found.variants),
     ]
-
-
-def _markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    return lines + ["| " + " | ".join(row) + " |" for row in body]
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -155,13 +162,13 @@ def to_csv(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-def _cells(comparison: Comparison) -> list[list[str]]:
+def _cells(comparison: Comparison) -> Cells:
     """Rows are quantities and columns are runs: a few runs then fit into 80 columns with their units spelt out."""
     table = [["", *(row.run.name for row in comparison.rows)]]
     for label, cell in _quantities(comparison.loss).items():
         table.append([label, *(cell(row) for row in comparison.rows)])
     for label, saving in _SAVINGS.items():
-        table.append([label, "baseline", *(_saving(saving(row)) for row in comparison.rows[1:])])
+        table.append([label, "baseline", *(saving_text(saving(row)) for row in comparison.rows[1:])])
     return table
 
 
@@ -186,7 +193,3 @@ def _quantities(loss: float) -> dict[str, Callable[[Row], str]]:
             f"{row.reached.seconds:,.1f}" if row.reached else "not reached"
         ),
     }
-
-
-def _saving(value: float | None) -> str:
-    return "not reached" if value is None else f"{value:+.1%}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.slurm import cluster, hosts
+from tests.slurm import cluster, hosts, missing
 
 torch.set_num_threads(1)
 
 
 def _missing() -> dict[str, list[str]]:
-    return {"slurm": cluster.missing(), "ssh": hosts.missing()}
+    return {"slurm": missing(cluster.PROGRAMS), "ssh": missing(hosts.PROGRAMS)}
 
 
 def pytest_report_header() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,9 +54,7 @@ def divergences() -> dict[tuple[int, int], tuple[float, torch.Tensor, float]]:
             columns = slice(shard.start, shard.start + shard.size)
             mine, taught = student[..., columns].clone().requires_grad_(), teacher[..., columns]
 
-            def value(logits: torch.Tensor) -> torch.Tensor:
-                return weighted_divergence(logits, taught, weights, shard, TEMPERATURE)  # noqa: B023
-
+            value = partial(weighted_divergence, teacher=taught, weights=weights, vocab=shard, temperature=TEMPERATURE)
             total = value(mine)
             (7 * total).backward()
             assert mine.grad is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_vcycle.config import RunConfig
 from tests.dist.ranks import free_port
 from tests.resumed import records, status, write_config
 from tests.slurm import hosts, program
@@ -26,19 +27,18 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         yield {**env, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
 
 
+def launch_words(config: RunConfig, hostfile: Path) -> list[str]:
+    """Start the run on the two hosts of a hostfile."""
+    file = write_config(config, hostfile.with_name("run.yaml"))
+    words = [program("ds-vcycle"), "launch", "--config", str(file), "--nodes", "2", "--gpus-per-node", "0"]
+    return [*words, "--hostfile", str(hostfile)]
+
+
 def test_two_hosts_run_a_cycle_and_make_room_in_the_midst_of_it(tmp_path: Path, two_hosts: dict[str, str]) -> None:
     config = tiny_run(tmp_path / "run", changes=_CHANGES)
     hostfile = tmp_path / "hosts"
     hostfile.write_text("".join(f"{host} slots=1\n" for host in hosts.HOSTS))
-    words = [
-        program("ds-vcycle"),
-        "launch",
-        "--config",
-        str(write_config(config, tmp_path / "run.yaml")),
-        "--nodes",
-        "2",
-    ]
-    words += ["--nodes", "2", "--gpus-per-node", "0", "--hostfile", str(hostfile)]
+    words = launch_words(config, hostfile)
     log = (tmp_path / "log").open("ab")
     launch = subprocess.Popen(words, env=two_hosts, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     heartbeat, deadline = config.run_dir / "heartbeat.json", time.monotonic() + 100
@@ -62,15 +62,7 @@ def test_two_hosts_run_a_cycle_and_make_room_in_the_midst_of_it(tmp_path: Path, 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path, two_hosts: dict[str, str]) -> None:
     config = tiny_run(tmp_path / "run")
     hostfile = tmp_path / "hosts"
-    words = [
-        program("ds-vcycle"),
-        "launch",
-        "--config",
-        str(write_config(config, tmp_path / "run.yaml")),
-        "--nodes",
-        "2",
-    ]
-    words += ["--nodes", "2", "--gpus-per-node", "0", "--hostfile", str(hostfile)]
+    words = launch_words(config, hostfile)
     hostfile.write_text("127.0.0.1 slots=1\n127.0.0.3 slots=1\n")  # nobody listens there
     done = subprocess.run(words, env=two_hosts, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 2

@@ -86,8 +86,8 @@ def test_report_says_what_the_records_say(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_run_that_never_gets_there_or_stopped_early_saves_nothing(tmp_path: Path) -> None:
     path = write_study(tmp_path)
-    short: Any = lambda _: [(1, [(10, 6.0)]), (2, [(10, 5.0)])]  # noqa: E731
-    make_runs(path, {"flat": lambda s: [(1, FLATS[s])], "v": short, "rest": lambda _: NEVER})
+    short: Any = [(1, [(10, 6.0)]), (2, [(10, 5.0)])]
+    make_runs(path, {"flat": lambda s: [(1, FLATS[s])], "v": lambda _: short, "rest": lambda _: NEVER})
     study = load_study(path)
     (group,) = summarise(study, tasks_of(study))[0].groups
     for variant in ("v", "rest"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_vcycle.config import ConfigError
-from ds_vcycle.levels import Level
+from ds_vcycle.levels import Level, undivided
 
 
 def teachers_share(step: int, distill_steps: int) -> float:
@@ -25,13 +25,10 @@ def as_teacher(coarse: Level, fine: Level) -> Level:
         ConfigError: the coarse level does not divide over so many tensor-parallel ranks.
     """
     tp = fine.tensor_parallel
-    for key in ("kv_groups", "ffn"):
-        value = getattr(coarse.shape, key)
-        if value % tp:
-            name = "heads" if key == "kv_groups" and coarse.shape.heads_per_group == 1 else key
-            raise ConfigError(
-                f"cycle.growth.method=knowledge_inheritance: level {coarse.index} teaches level {fine.index} under its "
-                f"tensor_parallel={tp}, which does not divide {name}={value} of level {coarse.index}; change "
-                f"levels.{coarse.index - 1}.{name} or model.tensor_parallel"
-            )
+    for name, value in undivided(coarse.shape, tp):
+        raise ConfigError(
+            f"cycle.growth.method=knowledge_inheritance: level {coarse.index} teaches level {fine.index} under its "
+            f"tensor_parallel={tp}, which does not divide {name}={value} of level {coarse.index}; change "
+            f"levels.{coarse.index - 1}.{name} or model.tensor_parallel"
+        )
     return replace(coarse, tensor_parallel=tp, zero_stage=0)

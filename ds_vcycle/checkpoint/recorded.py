@@ -37,7 +37,7 @@ def locate_checkpoint(path: Path) -> Path:
     if (settled(path) / MANIFEST).is_file():
         return settled(path)
     for root in _roots(path):
-        latest = find_latest(root) if root.is_dir() else None
+        latest = find_latest(root)
         if latest is not None:
             return latest
     run, at, wanted = str(path).rpartition("@")

@@ -71,12 +71,13 @@ def study(
 def _run(study: Study, tasks: Sequence[Task]) -> tuple[int, list[str]]:
     """Run what is not done of these; the exit code, and the names of those that failed."""
     from ds_vcycle.cycle.stopping import EXIT_STOPPED
-    from ds_vcycle.study.running import is_done, run_tasks
+    from ds_vcycle.study.running import run_tasks
 
-    failed = [name for name, outcome in run_tasks(study, tasks).items() if outcome == "failed"]
+    outcomes = run_tasks(study, tasks)
+    failed = [name for name, outcome in outcomes.items() if outcome == "failed"]
     if failed:
         return 1, failed
-    return 0 if all(is_done(task) for task in tasks) else EXIT_STOPPED, []
+    return 0 if set(outcomes.values()) == {"finished"} else EXIT_STOPPED, []
 
 
 def _report(study: Study, tasks: Sequence[Task], failed: Sequence[str], documented: Summary | None) -> None:

@@ -105,7 +105,9 @@ def _paths(config: RunConfig) -> str:
 def _transitions(config: RunConfig, levels: Sequence[Level], phases: Sequence[Phase]) -> dict[int, TransitionPlan]:
     plans = {}
     for phase in phases:
-        mapping = None if isinstance(phase, Train) else mapping_of(phase, levels, config.operators)
-        if not isinstance(phase, Train) and mapping is not None:
+        if isinstance(phase, Train):
+            continue
+        mapping = mapping_of(phase, levels, config.operators)
+        if mapping is not None:
             plans[phase.fine] = plan_transition(levels[phase.fine - 1], *mapping)
     return plans

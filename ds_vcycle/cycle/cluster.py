@@ -9,7 +9,7 @@ from typing import Any
 from ds_vcycle.baselines.inheritance import as_teacher
 from ds_vcycle.config import ConfigError, LevelConfig, RunConfig
 from ds_vcycle.cycle.activations import ELEMENT_BYTES
-from ds_vcycle.cycle.costs import phase_cost
+from ds_vcycle.cycle.costs import level_cost, phase_cost
 from ds_vcycle.cycle.gpu import Gpu
 from ds_vcycle.cycle.memory import MASTER_BYTES, RankMemory, local_elements, rank_memory
 from ds_vcycle.cycle.network import Nodes, TransitionBytes, step_bytes, sums_bytes, transition_bytes
@@ -18,7 +18,7 @@ from ds_vcycle.cycle.remedies import Room, changes_that_fit
 from ds_vcycle.cycle.schedule import expand, mapping_of
 from ds_vcycle.levels import Level, data_parallel, lowered_micro_batch, resolve_levels
 from ds_vcycle.schema import parameter_count
-from ds_vcycle.train.flops import predicted_positions, recompute_flops, step_flops
+from ds_vcycle.train.flops import predicted_positions, recompute_flops
 
 _LAUNCH_SECONDS = 5e-4  # a layer, forward and backward: some hundred kernels, about five microseconds each
 
@@ -171,8 +171,7 @@ def _level(
     batch = config.training.global_batch
     ranks, micro_batches = data_parallel(level, world_size=nodes.ranks, global_batch=batch)
     memory = rank_memory(level, config, data_parallel=ranks, micro_batches=micro_batches)
-    positions = predicted_positions(level.shape, config.data.mask_probability)
-    flops = step_flops(level.shape, samples=batch, predicted_positions=positions).total
+    flops = level_cost(level, config).total
     again = recompute_flops(level.shape, config.model.recompute, samples=batch)
     rate = nodes.ranks * gpu.peak(level.precision) * mfu
     seconds = (flops + again) / rate
@@ -207,10 +206,9 @@ def _level(
 
 def _teacher(phases: Sequence[Phase], levels: Sequence[Level], config: RunConfig, level: Level) -> int:
     """What a level's teacher takes of a GPU: its weights, and five fp32 copies of both levels' logits at most."""
-    teachers = {phase.teacher for phase in phases if isinstance(phase, Train) and phase.level == level.index}
+    taught = (phase for phase in phases if isinstance(phase, Train) and phase.level == level.index)
     most = 0
-    for index in teachers - {None}:
-        assert index is not None
+    for index in {phase.teacher for phase in taught if phase.teacher is not None}:
         teacher = as_teacher(levels[index - 1], level)
         positions = level.micro_batch * predicted_positions(level.shape, config.data.mask_probability)
         logits = positions * level.shape.padded_vocab // level.tensor_parallel

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ds_vcycle.cycle.json_files import replace_json
+
 HEARTBEAT_NAME = "heartbeat.json"
 EVENTS_NAME = "events.jsonl"
 BEAT_SECONDS = 2.0
@@ -28,13 +30,12 @@ class Journal:
         self._run_dir = run_dir
         self._enabled = enabled
         self._last_beat = -math.inf
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._process: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
+            "restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         }
-        self._process["restarts"] = restarts
 
     def event(self, name: str, **values: Any) -> None:
         """Append one line: what happened, when, and where in the run."""
@@ -52,9 +53,7 @@ class Journal:
         self._last_beat = time.monotonic()
         record = {"time": time.time(), **self._process, **values}
         with suppress(OSError):
-            temporary = self._run_dir / f".heartbeat.{os.getpid()}"
-            temporary.write_text(json.dumps(_plain(record), indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._run_dir / HEARTBEAT_NAME)
+            replace_json(self._run_dir / HEARTBEAT_NAME, _plain(record))
 
 
 def append_event(run_dir: Path, name: str, **values: Any) -> None:

@@ -16,9 +16,9 @@ from ds_vcycle.cycle.costs import level_cost
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.pending import PendingStep
 from ds_vcycle.cycle.phases import Grow
-from ds_vcycle.cycle.saving import fragments_of, read_parked, save_parked
+from ds_vcycle.cycle.saving import fragments_of, read_parked
 from ds_vcycle.cycle.training import coming_batches, count_step, record_steps
-from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters
+from ds_vcycle.cycle.transition import Fragments, Staged, fill
 from ds_vcycle.faults import fault_point
 
 
@@ -42,10 +42,9 @@ def grow_learned(run: LiveRun, phase: Grow) -> None:
 def _whole_coarse(run: LiveRun, phase: Grow) -> Fragments:
     """Every coarse parameter, whole, on every rank: through the disk, which knows all layouts."""
     coarse = run.plan.level(phase.coarse)
-    directory = run.checkpoints / f"parked-{phase.index:02d}-level-{phase.coarse}"  # nothing refers to it, so it goes
-    save_parked(directory, masters(run.live()), coarse, run.layout(coarse), run.mesh)
+    name, _ = run.park()  # nothing refers to it, so it goes
     fault_point("grow.parked")
-    return read_parked(directory, run.plan.config, replace(coarse, tensor_parallel=1, zero_stage=0))
+    return read_parked(run.checkpoints / name, run.plan.config, replace(coarse, tensor_parallel=1, zero_stage=0))
 
 
 def _learn(run: LiveRun, phase: Grow, weights: Fragments) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from ds_vcycle.baselines.growth import second_source
 from ds_vcycle.cycle.learned_growth import grow_learned
 from ds_vcycle.cycle.live import LiveRun
 from ds_vcycle.cycle.phases import Coalesce, Grow, LevelChange, Refine, kind_of
-from ds_vcycle.cycle.saving import initial_fragments, read_parked, save_parked
+from ds_vcycle.cycle.saving import initial_fragments, read_parked
 from ds_vcycle.cycle.transition import (
     Blend,
     Fragments,
@@ -42,15 +42,12 @@ def coalesce(run: LiveRun, phase: Coalesce) -> None:
     run.progress.phase(phase.index, str(phase), 1)
     run.finish_save()
     before, loss = run.position.totals, run.known_loss()
-    operators, fine = run.plan.config.operators, run.plan.level(phase.fine)
-    engine = run.live()
+    operators = run.plan.config.operators
     fault_point("coalesce.begin")
     staged = None
     if phase.coarse_from == "fine":
-        staged = stage_down(engine, _geometry(run, phase), run.mesh, operators.moments, kernels=operators.kernels)
-    parked = masters(engine)
-    name = f"parked-{phase.index:02d}-level-{phase.fine}"
-    save_parked(run.checkpoints / name, parked, fine, run.layout(fine), run.mesh)
+        staged = stage_down(run.live(), _geometry(run, phase), run.mesh, operators.moments, kernels=operators.kernels)
+    name, parked = run.park()
     fault_point("coalesce.parked")
     if run.plan.config.cycle.park == "host":
         run.parked[phase.fine] = parked
@@ -122,8 +119,7 @@ def _gather(run: LiveRun, phase: Grow) -> None:
 
 def _begin_taught(run: LiveRun, phase: Grow) -> None:
     """Knowledge Inheritance: the fine level starts from the seed; the coarse one is parked, to teach it."""
-    coarse, name = run.plan.level(phase.coarse), f"parked-{phase.index:02d}-level-{phase.coarse}"
-    save_parked(run.checkpoints / name, masters(run.live()), coarse, run.layout(coarse), run.mesh)
+    name, _ = run.park()
     fault_point("grow.parked")
     run.release()
     run.engine = run.build(run.plan.level(phase.fine), seed=run.plan.config.training.seed)

@@ -17,9 +17,9 @@ from ds_vcycle.cycle.progress import RunProgress
 from ds_vcycle.cycle.records import RunRecords
 from ds_vcycle.cycle.reporting import Reporter
 from ds_vcycle.cycle.saves import Saved, Saves, record_saves
-from ds_vcycle.cycle.saving import Restored, all_finite
+from ds_vcycle.cycle.saving import Restored, all_finite, save_parked
 from ds_vcycle.cycle.stopping import StopFlag
-from ds_vcycle.cycle.transition import Fragments, Staged, fill
+from ds_vcycle.cycle.transition import Fragments, Staged, fill, masters
 from ds_vcycle.data.batches import evaluation_batches
 from ds_vcycle.evaluate.heldout import held_out_loss
 from ds_vcycle.levels import Level
@@ -139,6 +139,13 @@ class LiveRun:
         level = self.plan.level(self.position.level)
         self._record_saves(self._saves.save(self.position, self.live(), level, self.mesh, self.average))
 
+    def park(self) -> tuple[str, Fragments]:
+        """Write the live level's masters to the disk; the name that checkpoints refer to, and what was written."""
+        level, parked = self.plan.level(self.position.level), masters(self.live())
+        name = f"parked-{self.position.phase:02d}-level-{level.index}"
+        save_parked(self.checkpoints / name, parked, level, self.layout(level), self.mesh)
+        return name, parked
+
     def finish_save(self) -> None:
         """Wait until the save under way in the background, if there is one, is the latest checkpoint.
 
@@ -232,8 +239,7 @@ class LiveRun:
         """The error that ends a run whose values are not finite; a save under way is finished first."""
         with suppress(CheckpointError):  # the weights' fault comes first
             self.finish_save()
-        root = self.checkpoints
-        return TrainingError(place, problem, find_latest(root) if root.is_dir() else None)
+        return TrainingError(place, problem, find_latest(self.checkpoints))
 
     def seconds(self) -> float:
         """Wall time since the last call or evaluation."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_vcycle.config import Grouping, MomentPolicy, Precision, RunConfig
-from ds_vcycle.cycle.costs import phase_cost
+from ds_vcycle.cycle.costs import level_cost, phase_cost
 from ds_vcycle.cycle.phases import Coalesce, Grow, Phase, Refine, Train, steps_at
 from ds_vcycle.cycle.schedule import expand, mapping_of, warnings_for
 from ds_vcycle.levels import Level, data_parallel, resolve_levels
@@ -16,7 +16,7 @@ from ds_vcycle.operators.axes import plan_axes
 from ds_vcycle.operators.maps import AxisMap
 from ds_vcycle.schema import parameter_count
 from ds_vcycle.train.deepspeed_config import check_extras
-from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops, step_flops
+from ds_vcycle.train.flops import Flops, predicted_positions, recompute_flops
 from ds_vcycle.train.lr import LrSchedule
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def overview(config: RunConfig, *, ranks: int | None = None, traffic: bool = Tru
         check_extras(level, config)
     positions = predicted_positions(levels[0].shape, config.data.mask_probability)
     batch = config.training.global_batch
-    costs = {level.index: step_flops(level.shape, samples=batch, predicted_positions=positions) for level in levels}
+    costs = {level.index: level_cost(level, config) for level in levels}
     spent = [phase_cost(phase, levels, config) for phase in phases]
     flops, blocks = sum(cost.total for cost in spent), sum(cost.blocks for cost in spent)
     rows = tuple(_phase(phase, config, cost, flops) for phase, cost in zip(phases, spent, strict=True))

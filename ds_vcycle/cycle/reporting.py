@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_vcycle.cycle.checks import RunPlan
+from ds_vcycle.cycle.costs import level_cost
 from ds_vcycle.cycle.journal import Journal, Pace
 from ds_vcycle.cycle.phases import Phase, steps_at
 from ds_vcycle.cycle.position import Position
-from ds_vcycle.train.flops import predicted_positions, step_flops
 
 
 class Reporter:
@@ -20,7 +20,7 @@ class Reporter:
         config = plan.config
         self._phases = plan.phases
         self._journal = Journal(config.run_dir, enabled=rank == 0)
-        self._pace = Pace({level.index: _flops(plan, level.index) for level in plan.levels})
+        self._pace = Pace({level.index: level_cost(level, config).total for level in plan.levels})
         self._loss = math.nan
         self._checkpoint: str | None = None
 
@@ -72,12 +72,6 @@ def remaining_steps(phases: Sequence[Phase], position: Position) -> dict[int, in
             done = position.phase_step if phase.index == position.phase else 0
             left[level] = left.get(level, 0) + steps - done
     return left
-
-
-def _flops(plan: RunPlan, index: int) -> int:
-    shape, config = plan.level(index).shape, plan.config
-    positions = predicted_positions(shape, config.data.mask_probability)
-    return step_flops(shape, samples=config.training.global_batch, predicted_positions=positions).total
 
 
 def _where(position: Position) -> dict[str, int]:

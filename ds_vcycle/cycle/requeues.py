@@ -5,10 +5,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from ds_vcycle.cycle.json_files import read_json, replace_json
 
 REQUEUES_NAME = "requeues.json"
 
@@ -35,13 +35,11 @@ class Requeues:
 def read_requeues(run_dir: Path) -> Requeues:
     """What RUN/requeues.json holds; nothing has happened yet where it is missing or damaged."""
     try:
-        return Requeues(**json.loads((run_dir / REQUEUES_NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Requeues(**read_json(run_dir / REQUEUES_NAME))
+    except TypeError:
         return Requeues()
 
 
 def write_requeues(run_dir: Path, requeues: Requeues) -> None:
     """Replace RUN/requeues.json in one rename."""
-    temporary = run_dir / f".requeues.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(requeues), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / REQUEUES_NAME)
+    replace_json(run_dir / REQUEUES_NAME, asdict(requeues))

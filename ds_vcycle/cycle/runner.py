@@ -149,7 +149,7 @@ def _checkpoint(plan: RunPlan, resume: Resume) -> Checkpoint | None:
     if resume == "never":
         return None
     root = plan.config.run_dir / "checkpoints"
-    latest = find_latest(root) if root.is_dir() else None
+    latest = find_latest(root)
     if latest is None:
         if resume == "always":
             raise UserError(f"--resume: {root} holds no checkpoint; start anew with --resume auto")
@@ -192,8 +192,7 @@ def _open(plan: RunPlan, read: Path | None, stack: ExitStack) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(run_dir))
-        root = run_dir / "checkpoints"
-        latest = find_latest(root) if root.is_dir() else None
+        latest = find_latest(run_dir / "checkpoints")
         if latest != read:
             raise UserError(f"run_dir={run_dir}: another run has just written {latest} there; go on with --resume")
         for name, text in texts.items():

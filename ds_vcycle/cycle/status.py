@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from ds_vcycle.checkpoint.manifest import CheckpointError
 from ds_vcycle.checkpoint.retention import find_latest
 from ds_vcycle.config import UserError
 from ds_vcycle.cycle.journal import HEARTBEAT_NAME
+from ds_vcycle.cycle.json_files import read_json
 from ds_vcycle.cycle.requeues import Requeues, read_requeues
 
 _SILENT_SECONDS = 300.0  # more than a save or an evaluation usually takes
@@ -51,7 +51,7 @@ def read_run_status(run_dir: Path) -> RunStatus:
     Raises:
         UserError: it is no run directory.
     """
-    status, heartbeat = _json(run_dir / "status.json"), _json(run_dir / HEARTBEAT_NAME)
+    status, heartbeat = read_json(run_dir / "status.json"), read_json(run_dir / HEARTBEAT_NAME)
     if not (status or heartbeat or (run_dir / "phases.json").is_file()):
         raise UserError(f"{run_dir}: no run has begun there; give the run_dir of `ds-vcycle train`")
     since = heartbeat.get("time")
@@ -101,14 +101,6 @@ def to_json(found: RunStatus) -> dict[str, Any]:
 _LOSSES = (("loss", ""), ("held_out", "held-out "))
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _process(heartbeat: Mapping[str, Any]) -> Process | None:
     pid = heartbeat.get("pid")
     if not isinstance(pid, int):
@@ -120,7 +112,7 @@ def _process(heartbeat: Mapping[str, Any]) -> Process | None:
 
 def _latest(root: Path) -> str | None:
     try:
-        found = find_latest(root) if root.is_dir() else None
+        found = find_latest(root)
     except CheckpointError as error:
         return f"({error})"
     return found.name if found else None

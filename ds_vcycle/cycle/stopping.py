@@ -7,7 +7,6 @@ leaves the ranks behind, so a rank whose launcher has gone takes that as a reque
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -19,6 +18,8 @@ from types import FrameType
 from typing import Any, Literal
 
 import psutil
+
+from ds_vcycle.cycle.json_files import read_json, replace_json
 
 Status = Literal["running", "stopped", "finished", "failed"]
 STOP_NAME = "stop"
@@ -130,15 +131,10 @@ def stop_signals() -> Iterator[StopFlag]:
 def write_status(run_dir: Path, status: Status, details: Mapping[str, Any]) -> None:
     """Replace RUN/status.json in one rename."""
     record = {"status": status, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details}
-    temporary = run_dir / f".status.{os.getpid()}"
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / "status.json")
+    replace_json(run_dir / "status.json", record)
 
 
 def read_status(run_dir: Path) -> str | None:
     """How RUN/status.json says the run ended; None if there is none, or it cannot be read."""
-    try:
-        found = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
+    found = read_json(run_dir / "status.json")
+    return str(found["status"]) if "status" in found else None

@@ -6,7 +6,6 @@ again, so it is not, and neither is one whose last requeues brought no new check
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from ds_vcycle.checkpoint.retention import find_latest
 from ds_vcycle.config import UserError
 from ds_vcycle.cycle.journal import append_event
 from ds_vcycle.cycle.requeues import read_requeues, write_requeues
-from ds_vcycle.cycle.stopping import EXIT_LOST, EXIT_STOPPED
+from ds_vcycle.cycle.stopping import EXIT_LOST, EXIT_STOPPED, read_status
 
 Verdict = Literal["finished", "again", "failed"]
 _KILLED = 128  # exit codes above: by a signal
@@ -55,13 +54,9 @@ def verdict(ended: Ended) -> Verdict:
 
 def read_ended(run_dir: Path, *, code: int, since: float, asked: bool) -> Ended:
     """How the ranks of a job ended that began at ``since`` (seconds of the epoch); older files are of another."""
-    path, status = run_dir / "status.json", None
-    try:
-        if path.stat().st_mtime >= since:
-            status = str(json.loads(path.read_text(encoding="utf-8")).get("status"))
-    except (OSError, ValueError, AttributeError):
-        status = None
-    return Ended(status=status, code=code, asked=asked)
+    path = run_dir / "status.json"
+    of_this_job = path.is_file() and path.stat().st_mtime >= since
+    return Ended(status=read_status(run_dir) if of_this_job else None, code=code, asked=asked)
 
 
 def requeue(run_dir: Path, ended: Ended, *, max_idle: int, env: Mapping[str, str] = os.environ) -> int:
@@ -98,9 +93,8 @@ def requeue(run_dir: Path, ended: Ended, *, max_idle: int, env: Mapping[str, str
 
 
 def _latest(run_dir: Path) -> str | None:
-    root = run_dir / "checkpoints"
     try:
-        found = find_latest(root) if root.is_dir() else None
+        found = find_latest(run_dir / "checkpoints")
     except CheckpointError:
         return None
     return found.name if found else None

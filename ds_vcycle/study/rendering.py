@@ -6,17 +6,17 @@ import base64
 import csv
 import html
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
 from ds_vcycle.comparison import ReportError
 from ds_vcycle.cycle.render import flops_text
+from ds_vcycle.report import Cells, markdown_table, saving_text
 from ds_vcycle.seeds import QUANTITIES, Spread
 from ds_vcycle.study.summary import GroupSummary, RunSummary, Summary
 
-Table = list[list[str]]
 _HEADS = {
     "saved_flops": "FLOPs saved",
     "saved_flops_blocks": "of the blocks",
@@ -39,7 +39,7 @@ def verdict(saving: Spread) -> str:
     return f"{amount}, the spread of {len(saving.values)} seeds ({saving.deviation:.1%}) not touching zero"
 
 
-def savings_table(group: GroupSummary) -> Table:
+def savings_table(group: GroupSummary) -> Cells:
     """A row for each variant, mean ± standard deviation over the seeds; the baseline first."""
     table = [["", "seeds", "final held-out loss", "whole run, FLOPs", *_HEADS.values()]]
     for variant in _variants(group):
@@ -52,7 +52,7 @@ def savings_table(group: GroupSummary) -> Table:
     return table
 
 
-def going_up_table(group: GroupSummary) -> Table:
+def going_up_table(group: GroupSummary) -> Cells:
     """What going up did to the held-out loss, and how long it took to win it back: means over the seeds."""
     table = [["", "to level", "before", "de-coalesced", "after", "steps until back at 'before'"]]
     for variant in _variants(group):
@@ -79,9 +79,9 @@ def markdown(summary: Summary, *, level: int = 1) -> str:
     mark = "#" * level
     lines = [f"{mark} {summary.title}", "", *_about(summary)]
     for group in summary.groups:
-        lines += [f"{mark}# {group.name}", "", _base(group), "", *_markdown_table(savings_table(group)), ""]
+        lines += [f"{mark}# {group.name}", "", _base(group), "", *markdown_table(savings_table(group)), ""]
         lines += [f"- `{name}`: {verdict(group.saving(name, 'saved_flops'))}." for name in _rivals(group)]
-        lines += ["", "Going up:", "", *_markdown_table(going_up_table(group)), ""] if _goes_up(group) else [""]
+        lines += ["", "Going up:", "", *markdown_table(going_up_table(group)), ""] if _goes_up(group) else [""]
         lines += ["What each variant sets:", "", *(f"- `{n}`: {_set(group, n)}" for n in _variants(group)), ""]
         lines += [f"- {note}" for note in group.notes] + ([""] if group.notes else [])
     return "\n".join(lines).rstrip() + "\n"
@@ -184,29 +184,15 @@ def _mean(values: Sequence[float], form: str) -> str:
     return mean if len(values) == 1 else f"{mean} ± {form.format(statistics.stdev(values))}"
 
 
-def _runs_table(group: GroupSummary) -> Table:
-    cells: dict[str, Callable[[RunSummary], str]] = {
-        "run": lambda run: run.run,
-        "final loss": lambda run: f"{run.final_loss:.4f}",
-        "FLOPs": lambda run: flops_text(run.flops),
-        "wall time, s": lambda run: f"{run.seconds:,.0f}",
-        **{label: lambda run, key=key: _saved(run, key) for key, label in _HEADS.items()},  # type: ignore[misc]
-    }
-    return [list(cells), *([cell(run) for cell in cells.values()] for run in group.runs)]
+def _runs_table(group: GroupSummary) -> Cells:
+    table = [["run", "final loss", "FLOPs", "wall time, s", *_HEADS.values()]]
+    for run in group.runs:
+        savings = (saving_text(getattr(run, key)) for key in _HEADS)
+        table.append([run.run, f"{run.final_loss:.4f}", flops_text(run.flops), f"{run.seconds:,.0f}", *savings])
+    return table
 
 
-def _saved(run: RunSummary, key: str) -> str:
-    value = getattr(run, key)
-    return "not reached" if value is None else f"{value:+.1%}"
-
-
-def _markdown_table(table: Table) -> list[str]:
-    header, *body = table
-    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
-    return lines + ["| " + " | ".join(row) + " |" for row in body]
-
-
-def _html_table(table: Table) -> str:
+def _html_table(table: Cells) -> str:
     rows = []
     for index, row in enumerate(table):
         tag = "td" if index else "th"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from ds_vcycle.chart import colours, draw, draw_bars
+from ds_vcycle.report import console_table, saving_text
 from ds_vcycle.seeds import SeedComparison, Spread
 from ds_vcycle.study.rendering import markdown, savings_table, to_csv, to_html, verdict, write_text
 from ds_vcycle.study.summary import GroupSummary, Summary, to_json
@@ -34,13 +34,7 @@ def write_report(summary: Summary, comparisons: Mapping[str, SeedComparison], ou
 def print_report(summary: Summary, console: Console) -> None:
     """The savings of each group as a table, with a sentence about each."""
     for group in summary.groups:
-        header, *body = savings_table(group)
-        table = Table(title=f"{group.name} ({group.base})", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for column, name in enumerate(header):
-            table.add_column(name, justify="right" if column else "left", overflow="fold")
-        for row in body:
-            table.add_row(*row)
-        console.print(table)
+        console.print(console_table(f"{group.name} ({group.base})", savings_table(group)))
         for name in group.variants:
             if name != group.baseline and group.of(name):
                 console.print(f"- {name}: {verdict(group.saving(name, 'saved_flops'))}.", highlight=False)
@@ -72,8 +66,7 @@ def _stands(found: float | None, stated: Spread) -> str:
     if not stated.values:
         return "not documented"
     if stated.mean is None or stated.deviation is None or found is None:
-        now = "not reached" if found is None else f"{found:+.1%}"
-        return f"documented {stated}, now {now}"
+        return f"documented {stated}, now {saving_text(found)}"
     if len(stated.values) == 1:
         return f"documented {stated.mean:+.1%} by one seed, which has no spread, now {found:+.1%}"
     within = abs(found - stated.mean) <= max(2 * stated.deviation, _LEAST_SPREAD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from typing import Literal
 import psutil
 
 from ds_vcycle.config import UserError
-from ds_vcycle.cycle.stopping import read_status
+from ds_vcycle.cycle.stopping import read_status, stop_signals
 from ds_vcycle.rundir import RunDirError, recorded_config
 from ds_vcycle.study.definition import Study, Task
 
-Outcome = Literal["finished", "failed", "stopped"]
+Outcome = Literal["finished", "failed", "stopped", "left"]
 _GRACE_SECONDS = 120.0  # for a run that was told to stop to finish its step and save
 _POLL_SECONDS = 0.2
 
@@ -63,20 +62,19 @@ def run_tasks(study: Study, tasks: Sequence[Task]) -> dict[str, Outcome]:
     A failed run is named and the others go on. Ctrl-C or SIGTERM stops the runs under way with their states saved.
 
     Returns:
-        How each run that was begun ended, by its name.
+        How each run ended, by its name; ``left``: it was not begun.
 
     Raises:
         StudyError: a run directory holds other settings.
     """
     waiting = [task for task in tasks if not is_done(task)]
-    skipped = len(tasks) - len(waiting)
-    if skipped:
-        _say(f"{skipped} of {len(tasks)} runs are done already")
+    outcomes: dict[str, Outcome] = {task.name: "left" if task in waiting else "finished" for task in tasks}
+    if len(waiting) < len(tasks):
+        _say(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are done already")
     until = time.monotonic() + 60 * study.budget_minutes
     running: list[_Running] = []
-    outcomes: dict[str, Outcome] = {}
     stopping = False
-    with _StopRequest() as asked:
+    with stop_signals() as asked:
         while running or (waiting and not stopping):
             if not stopping and (asked or time.monotonic() >= until):
                 stopping = True
@@ -84,7 +82,7 @@ def run_tasks(study: Study, tasks: Sequence[Task]) -> dict[str, Outcome]:
                 _say(f"{why}: {len(waiting)} runs are not begun; the same command goes on")
                 _stop(running)
             while waiting and not stopping and len(running) < study.at_once:
-                running.append(_start(study, waiting.pop(0), len(tasks)))
+                running.append(_start(study, waiting.pop(0)))
             time.sleep(_POLL_SECONDS)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
@@ -92,30 +90,7 @@ def run_tasks(study: Study, tasks: Sequence[Task]) -> dict[str, Outcome]:
     return outcomes
 
 
-class _StopRequest:
-    """Whether Ctrl-C or SIGTERM came, for the length of the block."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> _StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._set)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return self._asked
-
-    def _set(self, *_: object) -> None:
-        self._asked = True
-
-
-def _start(study: Study, task: Task, count: int) -> _Running:
+def _start(study: Study, task: Task) -> _Running:
     directory = task.config.run_dir
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ _POINTS: dict[str, tuple[Any, str]] = {
     "step": (training, "train_step"),
     "evaluation": (live, "held_out_loss"),
     "coalesce": (level_changes, "stage_down"),
-    "park": (level_changes, "save_parked"),
+    "park": (live, "save_parked"),
     "refine": (level_changes, "refine_into"),
     "save": (saves, "begin_save"),
     "record": (MetricsWriter, "write"),

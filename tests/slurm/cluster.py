@@ -8,7 +8,6 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,21 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.dist.ranks import free_port
+from tests.slurm import SEARCHED, find
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
-_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 WIDE = 16  # nodes of the partition `wide`, the two among them: for what sbatch only tests
 REQUEUE_SECONDS = 5  # after which a requeued job may start; 120 by default
-
-
-def find(program: str) -> str | None:
-    """A daemon's or command's path; daemons may lie where only root looks."""
-    return shutil.which(program, path=f"{os.environ['PATH']}:{_PATH}")
-
-
-def missing() -> list[str]:
-    """What of Slurm is not installed here."""
-    return [program for program in PROGRAMS if find(program) is None]
 
 
 @contextmanager
@@ -45,7 +34,7 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     config.write_text(_config(folder, munge))
-    env = {**os.environ, "SLURM_CONF": str(config), "PATH": f"{os.environ['PATH']}:{_PATH}"}
+    env = {**os.environ, "SLURM_CONF": str(config), "PATH": SEARCHED}
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         files = [f"--{name}-file={folder / 'munge' / name}" for name in ("pid", "log", "seed")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,20 +14,10 @@ from pathlib import Path
 import psutil
 
 from tests.dist.ranks import free_port
+from tests.slurm import find
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "pdsh")
-_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
-
-
-def find(program: str) -> str | None:
-    """A program's path; sshd may lie where only root looks."""
-    return shutil.which(program, path=f"{os.environ['PATH']}:{_PATH}")
-
-
-def missing() -> list[str]:
-    """What is not installed here."""
-    return [program for program in PROGRAMS if find(program) is None]
 
 
 @contextmanager

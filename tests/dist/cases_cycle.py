@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import weakref
@@ -16,9 +15,7 @@ from ds_vcycle.cycle import live
 from ds_vcycle.cycle.runner import run_training
 from ds_vcycle.parallel import init_distributed
 from ds_vcycle.sharding.zero import Engine, fragments
-
-_LIBC = ctypes.CDLL(None)
-_MMAP_THRESHOLD = -3  # mallopt's name for it
+from tests.memory import resident_bytes, return_what_is_freed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +85,7 @@ class Census:
         self.alive.append(_living(self.past))
         self.descriptors.append(len(os.listdir("/proc/self/fd")))
         self.threads.append(len(os.listdir("/proc/self/task")))
-        _LIBC.malloc_trim(0)
-        with open("/proc/self/statm") as statm:
-            self.resident.append(int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        self.resident.append(resident_bytes())
 
     def watch(self, engine: Engine) -> None:
         """Remember an engine weakly, with all that it holds."""
@@ -110,7 +105,7 @@ def leaks(configs: dict[str, RunConfig]) -> dict[str, Census]:
     """Run every configuration under a census."""
     init_distributed("cpu")
     gc.freeze()
-    _LIBC.mallopt(_MMAP_THRESHOLD, 1 << 16)  # freed tensors go back to the system at once, so that a leak shows
+    return_what_is_freed()
     return {name: _counted(config) for name, config in configs.items()}
 
 

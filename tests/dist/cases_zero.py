@@ -24,6 +24,7 @@ from ds_vcycle.sharding.placement import Layout
 from ds_vcycle.sharding.release import release
 from ds_vcycle.sharding.self_test import self_test
 from ds_vcycle.train.engine import build_engine, gradient_norm, set_lr
+from tests.memory import resident_bytes, return_what_is_freed
 from tests.model_level import batch_for
 
 ODD = ModelShape(
@@ -230,6 +231,7 @@ def resume(case: dict[str, Any]) -> dict[str, bool]:
 
 def cycles(case: dict[str, Any]) -> dict[str, Any]:
     """Build, step and release over and over: what stays alive, and descriptors, threads, resident bytes per round."""
+    return_what_is_freed()
     alive, early, rounds = [], [], []
     for _ in range(case["rounds"]):
         engine, mesh = build(case)
@@ -244,9 +246,7 @@ def cycles(case: dict[str, Any]) -> dict[str, Any]:
         del engine
         gc.collect()
         alive.append(sum(reference() is not None for reference in references))
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        rounds.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident))
+        rounds.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident_bytes()))
     return {"alive": alive, "early": early, "rounds": rounds}
 
 
